@@ -1,0 +1,362 @@
+"""`MemOSCache`: which layer class each model layer gets, and the operations on the whole cache."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import PretrainedConfig, PreTrainedModel
+from transformers.cache_utils import (
+    DYNAMIC_LAYER_TYPE_MAPPING,
+    STATIC_LAYER_TYPE_MAPPING,
+    CacheLayerMixin,
+    DynamicCache,
+    StaticLayer,
+    get_layer_types_and_kwargs,
+)
+from transformers.utils.generic import is_flash_attention_requested
+
+from .config import CacheOptions, Layout, refuse_combinations
+from .layers import BufferedLayer, ContiguousLayer, SlidingLayer, convert, upstream
+from .layers.static import StaticRoom, initialise_static
+from .placement import expected_shape, layer_devices
+from .report import CacheStats, MemoryReport, cache_stats, format_bytes, memory_report
+
+
+class MemOSCache(DynamicCache):  # type: ignore[misc]
+    """A KV cache for `generate` and for model calls, preallocated, head-major, growing by a factor.
+
+    It goes wherever transformers takes a `DynamicCache` and gives the same tokens::
+
+        cache = MemOSCache(model.config)
+        model.generate(**inputs, past_key_values=cache)     # or cache=cache, from transformers 5.24 on
+
+    Full-attention layers become a :class:`~memos_hf.layers.ContiguousLayer`, sliding and chunked ones a
+    :class:`~memos_hf.layers.SlidingLayer`; every other kind stays the class that transformers made for it.
+
+    Parameters
+    ----------
+    config : PretrainedConfig, optional
+        The model's config, by position or by name; of a multimodal config the text part is used. Without one, layers
+        of full attention are added as they are updated.
+        As in `DynamicCache`, the first argument may instead be an iterable of per-layer `(keys, values)` or
+        `(keys, values, sliding_window)`, each of shape `[batch, heads, tokens, head_dim]`.
+    offloading, offload_only_non_sliding : bool
+        `DynamicCache`'s: keep layers in host memory and bring them to the accelerator one ahead.
+    initial_capacity : int, optional
+        Tokens allocated at the first update: 256 by default, or `max_cache_len` where that is lower. A longer first
+        prompt gets its length and this many more.
+    max_cache_len : int, optional
+        Hard ceiling in tokens of full attention. An update beyond it is refused whole with a `ValueError`.
+    growth_factor : float
+        What capacity is multiplied by when it runs out.
+    layout : {"head_major", "seq_major"}
+        Order in memory; the second is there to be measured against.
+    static : bool
+        Fixed shapes of `max_cache_len` tokens for `torch.compile` and CUDA graphs, on transformers' static layers and
+        with `StaticCache`'s semantics; a full cache is refused before anything is written.
+
+    Raises
+    ------
+    TypeError, ValueError
+        Naming the argument, what was expected and what came.
+    """
+
+    # Makes the layers that are added as they are updated; `None` where the config said which there are.
+    layer_class_to_replicate: Any
+
+    def __init__(
+        self,
+        source: PretrainedConfig | Iterable[tuple[Tensor | None, ...]] | None = None,
+        /,
+        config: PretrainedConfig | None = None,
+        offloading: bool = False,
+        offload_only_non_sliding: bool = False,
+        *,
+        ddp_cache_data: Iterable[tuple[Tensor | None, ...]] | None = None,
+        initial_capacity: int | None = None,
+        max_cache_len: int | None = None,
+        growth_factor: float = 1.5,
+        layout: Layout = "head_major",
+        static: bool = False,
+    ) -> None:
+        config, data = _config_and_data(source, config, ddp_cache_data)
+        self.options = CacheOptions(initial_capacity, max_cache_len, growth_factor, layout, static)
+        _check_use(self.options, config, data, offloading)
+        layers = _layers_for(config, self.options) if config is not None else []
+        # The parent's constructor with a list of layers, which is what `DynamicCache` itself ends in.
+        super(DynamicCache, self).__init__(
+            layers=layers, offloading=offloading, offload_only_non_sliding=offload_only_non_sliding
+        )
+        if config is None:
+            self.layer_class_to_replicate = partial(ContiguousLayer, self.options)
+        self._static_room = StaticRoom(max_cache_len) if static and max_cache_len else None
+        for layer_idx, states in enumerate(data or ()):
+            self._fill_layer(layer_idx, *states)
+
+    @classmethod
+    def for_model(cls, model: PreTrainedModel, batch_size: int | None = None, **options: Any) -> MemOSCache:
+        """A cache for `model`, each layer on the device where accelerate put its attention.
+
+        Parameters
+        ----------
+        model : PreTrainedModel
+            Placed or not; its `hf_device_map` is followed.
+        batch_size : int, optional
+            Allocate the buffers now, before the first token, for this many rows. Heads and head dims are then taken
+            from the config, and taken anew from the first update if that differs.
+        **options
+            As for the constructor.
+        """
+        cache = cls(model.config, **options)
+        if batch_size is not None:
+            if isinstance(batch_size, bool) or not isinstance(batch_size, int) or batch_size < 1:
+                raise ValueError(f"batch_size: expected an int of at least 1 or None, got {batch_size!r}")
+            heads, head_dim = expected_shape(model.config.get_text_config(decoder=True))
+            devices = layer_devices(model)
+            for layer_idx, layer in enumerate(cache.layers):
+                if getattr(layer, "supports_early_init", False):
+                    like = torch.empty(
+                        (batch_size, heads, 0, head_dim), dtype=model.dtype, device=devices.get(layer_idx, model.device)
+                    )
+                    if cache.options.static:
+                        initialise_static(layer, like, like)
+                    else:
+                        layer.lazy_initialization(like, like)
+        return cache
+
+    @classmethod
+    def from_cache(cls, cache: DynamicCache, **options: Any) -> MemOSCache:
+        """A cache with a copy of what a `DynamicCache` (or another `MemOSCache`) holds.
+
+        Raises
+        ------
+        TypeError
+            If `cache` is of another kind.
+        """
+        if not isinstance(cache, DynamicCache):
+            raise TypeError(f"cache: expected a DynamicCache or MemOSCache, got {type(cache).__name__}")
+        result = cls(**options)
+        if result.options.static or (isinstance(cache, MemOSCache) and cache.options.static):
+            raise ValueError("from_cache: a static cache is filled by the model and cannot be converted")
+        result.layers = [convert.from_dynamic(layer, result.options) for layer in cache.layers]
+        if cache.layer_class_to_replicate is None:
+            result.layer_class_to_replicate = None
+        return result
+
+    def to_dynamic(self) -> DynamicCache:
+        """A `DynamicCache` with a copy of what this cache holds."""
+        if self.options.static:
+            raise ValueError("to_dynamic: a static cache cannot be converted")
+        result = DynamicCache()
+        result.layers = [convert.to_dynamic(layer) for layer in self.layers]
+        if self.layer_class_to_replicate is None:
+            result.layer_class_to_replicate = None
+        return result
+
+    def update(
+        self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args: Any, **kwargs: Any
+    ) -> tuple[Tensor, Tensor]:
+        """Store K and V, `[batch, heads, new_tokens, head_dim]`, of one layer; return all that it may attend to.
+
+        What is returned holds until the next call.
+
+        Raises
+        ------
+        ValueError, TypeError, RuntimeError
+            If the ceiling is reached (by any layer: the first layer's update checks for all), or batch, heads, head
+            dim, dtype or device differ from what the layer holds. The cache is then as it was.
+        """
+        self._check_room(key_states.shape[-2], layer_idx)
+        if self.options.static:
+            initialise_static(self.layers[layer_idx], key_states, value_states)
+        states: tuple[Tensor, Tensor] = super().update(key_states, value_states, layer_idx, *args, **kwargs)
+        return states
+
+    def update_conv_state(self, conv_states: Tensor, layer_idx: int, state_idx: int = 0, **kwargs: Any) -> Tensor:
+        """Store the convolution state of a linear-attention layer; see `Cache.update_conv_state`."""
+        upstream.leave_inference_mode(self.layers[layer_idx])
+        states: Tensor = super().update_conv_state(conv_states, layer_idx, state_idx, **kwargs)
+        return states
+
+    def update_recurrent_state(
+        self, recurrent_states: Tensor, layer_idx: int, state_idx: int = 0, **kwargs: Any
+    ) -> Tensor:
+        """Store the recurrent state of a linear-attention layer; see `Cache.update_recurrent_state`."""
+        upstream.leave_inference_mode(self.layers[layer_idx])
+        states: Tensor = super().update_recurrent_state(recurrent_states, layer_idx, state_idx, **kwargs)
+        return states
+
+    def get_mask_sizes(self, query_length: int, layer_idx: int) -> tuple[int, int]:
+        """Length and first position of the keys that the next update of `query_length` tokens returns.
+
+        Models ask before their first layer runs. So where something is written before the first attention layer's
+        update (recurrent states), or where that update is compiled, the ceiling is checked here already.
+        """
+        if self.options.max_cache_len is not None and (self.options.static or any(self.is_linear)):
+            self._check_room(query_length, self._first_attention_layer)
+        sizes: tuple[int, int] = super().get_mask_sizes(query_length, layer_idx)
+        return sizes
+
+    def get_max_length(self, layer_idx: int | None = None) -> int:
+        """The ceiling in tokens, -1 where there is none; of one layer, what transformers' layers say (the window)."""
+        if layer_idx is None and not self.options.static:
+            return self.options.max_cache_len or -1
+        length: int = super().get_max_length(layer_idx)
+        return length
+
+    def reset(self) -> None:
+        """Forget all tokens; preallocated memory is kept for the next prompt."""
+        for layer in self.layers:
+            if isinstance(layer, BufferedLayer):
+                layer.reset()
+            else:
+                upstream.reset(layer)
+
+    def crop(self, tokens_to_remove: int) -> None:
+        """Remove the last `-tokens_to_remove` tokens of every layer, or, if one of them cannot, of none.
+
+        Raises
+        ------
+        ValueError
+            If the argument is positive.
+        RuntimeError
+            If a layer no longer has what the shorter cache needs: a sliding window that was not recording, a
+            recurrent state.
+        """
+        for layer in self.layers:
+            if isinstance(layer, BufferedLayer):
+                layer.check_crop(tokens_to_remove)
+            else:
+                upstream.check_crop(layer, tokens_to_remove)
+        for layer in self.layers:
+            if isinstance(layer, BufferedLayer) or upstream.holds_anything(layer):
+                layer.crop(tokens_to_remove)
+
+    def batch_repeat_interleave(self, repeats: int) -> None:
+        """Repeat every row of the batch `repeats` times, copies side by side; recurrent states too."""
+        if isinstance(repeats, bool) or not isinstance(repeats, int) or repeats < 1:
+            raise ValueError(f"repeats: expected an int of at least 1, got {repeats!r}")
+        for layer in self.layers:
+            if isinstance(layer, BufferedLayer):
+                layer.batch_repeat_interleave(repeats)
+            else:
+                upstream.repeat_rows(layer, repeats)
+
+    def batch_select_indices(self, indices: Tensor) -> None:
+        """Keep the rows `indices` (int64, or a boolean mask over the batch, on any device); recurrent states too."""
+        for layer in self.layers:
+            if isinstance(layer, BufferedLayer):
+                layer.batch_select_indices(indices)
+            else:
+                upstream.select_rows(layer, indices)
+
+    @property
+    def is_compileable(self) -> bool:
+        """True for `static=True` only: `generate` then compiles its decoding steps where it can."""
+        return self.options.static and bool(super().is_compileable)
+
+    def memory(self) -> MemoryReport:
+        """Bytes held, from the storages themselves, by device."""
+        return memory_report(self.layers)
+
+    @property
+    def stats(self) -> CacheStats:
+        """Counters since the cache was made; a snapshot that does not change later."""
+        return cache_stats(self.layers)
+
+    def __repr__(self) -> str:
+        kinds = ", ".join(
+            f"{count} {kind}" for kind, count in Counter(type(layer).__name__ for layer in self.layers).items()
+        )
+        memory = self.memory()
+        return (
+            f"{type(self).__name__}({kinds or 'no layers yet'}; {self._tokens()} tokens, "
+            f"{format_bytes(memory.used_bytes)} of {format_bytes(memory.allocated_bytes)} used)"
+        )
+
+    @property
+    def _first_attention_layer(self) -> int | None:
+        return next((idx for idx, layer in enumerate(self.layers) if isinstance(layer, CacheLayerMixin)), None)
+
+    def _tokens(self) -> int:
+        idx = self._first_attention_layer
+        return 0 if idx is None else int(self.layers[idx].get_seq_length())
+
+    def _check_room(self, new_tokens: int, layer_idx: int | None) -> None:
+        """Raise if any layer would pass the ceiling, before the first layer stores anything."""
+        if self.options.max_cache_len is None or layer_idx != self._first_attention_layer:
+            return
+        for layer in self.layers:
+            if isinstance(layer, ContiguousLayer):
+                layer.check_room(new_tokens)
+            elif self._static_room is not None and isinstance(layer, StaticLayer) and not layer.is_sliding:
+                self._static_room.check(layer, new_tokens)
+                return  # the length of one static layer is that of all
+
+    def _fill_layer(self, layer_idx: int, keys: Tensor | None, values: Tensor | None, window: Any = None) -> None:
+        """Put one layer of `DynamicCache`'s per-layer data where it belongs."""
+        if self.layer_class_to_replicate is not None:
+            layer = ContiguousLayer(self.options) if window is None else SlidingLayer(self.options, int(window))
+            self.layers.append(layer)
+        if keys is not None and values is not None:
+            self.layers[layer_idx].update(keys, values)
+
+
+def _config_and_data(source: Any, config: Any, data: Any) -> tuple[PretrainedConfig | None, Any]:
+    """Sort out the first argument, which is a config or, as in `DynamicCache`, per-layer data."""
+    if isinstance(source, PretrainedConfig):
+        if config is not None:
+            raise TypeError("config: given twice, by position and by name")
+        config = source
+    elif source is not None:
+        if data is not None:
+            raise TypeError("ddp_cache_data: given twice, by position and by name")
+        data = source
+    if config is not None and not isinstance(config, PretrainedConfig):
+        raise TypeError(f"config: expected a PretrainedConfig, such as model.config, got {type(config).__name__}")
+    if data is not None and (isinstance(data, (str, bytes)) or not isinstance(data, Iterable)):
+        raise TypeError(
+            "first argument: expected a PretrainedConfig, such as model.config, or an iterable of per-layer "
+            f"(keys, values), got {type(data).__name__}"
+        )
+    return config, data
+
+
+def _check_use(options: CacheOptions, config: PretrainedConfig | None, data: Any, offloading: bool) -> None:
+    """Refuse what options, config and machine do not allow together."""
+    if options.static and config is None:
+        raise ValueError("static=True: expected a config to take the layers from, got None")
+    refuse_combinations(
+        static=options.static,
+        offloading=offloading,
+        per_layer_data=data is not None,
+        flash_attention=config is not None and _asks_for_flash(config),
+    )
+    if offloading and torch.accelerator.current_accelerator() is None:
+        raise RuntimeError("offloading=True: moves layers between host memory and an accelerator, and there is none")
+
+
+def _asks_for_flash(config: PretrainedConfig) -> bool:
+    """Whether the model of this config runs some flash attention."""
+    return getattr(config, "_attn_implementation", None) is not None and bool(is_flash_attention_requested(config))
+
+
+def _layers_for(config: PretrainedConfig, options: CacheOptions) -> list[Any]:
+    """One layer for each layer of the model, as transformers would choose, ours where it is full or sliding."""
+    layer_types, layer_kwargs = get_layer_types_and_kwargs(config.get_text_config(decoder=True))
+    if isinstance(layer_kwargs, dict):  # one dict for all layers before transformers 5.19
+        layer_kwargs = [layer_kwargs] * len(layer_types)
+    if options.static:
+        return [
+            STATIC_LAYER_TYPE_MAPPING[layer_type](max_cache_len=options.max_cache_len, **kwargs)
+            for layer_type, kwargs in zip(layer_types, layer_kwargs, strict=True)
+        ]
+    return [
+        convert.replacement_for(DYNAMIC_LAYER_TYPE_MAPPING[layer_type], options, kwargs)
+        for layer_type, kwargs in zip(layer_types, layer_kwargs, strict=True)
+    ]

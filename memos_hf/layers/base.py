@@ -1,0 +1,181 @@
+"""What every attention layer of ours has in common: the protocol of a transformers cache layer over a buffer."""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers.cache_utils import CacheLayerMixin
+
+from ..config import CacheOptions
+from .buffer import KVBuffer, row_signature
+
+
+class BufferedLayer(CacheLayerMixin):  # type: ignore[misc]
+    """A cache layer whose K and V lie in a :class:`KVBuffer`.
+
+    Geometry (batch, heads, head dims, dtypes, device) comes from the first K and V, not from a config: K and V may
+    differ, layers may differ, tensor parallelism hands over a part of the heads.
+
+    Subclasses say what is visible, what is kept and what masks must cover.
+    """
+
+    is_compileable = False
+    is_croppable = True
+    supports_early_init = True
+    is_sliding = False
+
+    def __init__(self, options: CacheOptions, first_capacity: int) -> None:
+        # The inherited constructor would only set `keys` and `values`, which are properties here.
+        self.options = options
+        self.buffer = KVBuffer(first_capacity, options.growth_factor, seq_major=options.layout == "seq_major")
+        self.is_initialized = False
+        self.device: torch.device | None = None
+        self._signatures: tuple[tuple[Any, ...], ...] = ()
+
+    @property
+    def keys(self) -> Tensor | None:
+        """The valid keys, `[batch, heads, tokens, head_dim]`, a view; `None` before the first update."""
+        return self.buffer.view()[0] if self.is_initialized else None
+
+    @keys.setter
+    def keys(self, keys: Tensor | None) -> None:
+        self._assign(keys, self.values)
+
+    @property
+    def values(self) -> Tensor | None:
+        """The valid values, `[batch, heads, tokens, head_dim]`, a view; `None` before the first update."""
+        return self.buffer.view()[1] if self.is_initialized else None
+
+    @values.setter
+    def values(self, values: Tensor | None) -> None:
+        self._assign(self.keys, values)
+
+    @property
+    def dtype(self) -> torch.dtype | None:
+        """Dtype of the keys; `None` before the first update."""
+        return self.buffer.tensors[0].dtype if self.is_initialized else None
+
+    @property
+    @abstractmethod
+    def growth_limit(self) -> int | None:
+        """Tokens at which growth stops, unless more are needed."""
+
+    @abstractmethod
+    def check_crop(self, tokens_to_remove: int) -> None:
+        """Raise if `crop` would, and change nothing."""
+
+    @abstractmethod
+    def crop(self, tokens_to_remove: int) -> None:
+        """Remove the last `-tokens_to_remove` tokens."""
+
+    def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
+        """Allocate for K and V of these shapes, dtypes and device; their tokens are counted but not stored."""
+        self.buffer.allocate(key_states, value_states, self.growth_limit)
+        self.device = key_states.device
+        self._signatures = row_signature(key_states), row_signature(value_states)
+        self.is_initialized = True
+
+    def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
+        """Append K and V, `[batch, heads, new_tokens, head_dim]`; return what the new tokens may attend to.
+
+        What is returned are views into the buffer that hold until the next call. A refused update changes nothing.
+        """
+        self.check_update(key_states, value_states)
+        if self.buffer.length == 0:
+            self.lazy_initialization(key_states, value_states)
+        return self.append(key_states, value_states)
+
+    @abstractmethod
+    def append(self, key_states: Tensor, value_states: Tensor) -> tuple[Tensor, Tensor]:
+        """`update` without its checks."""
+
+    def check_update(self, key_states: Tensor, value_states: Tensor) -> None:
+        """Raise if K and V cannot be appended to what is held."""
+        if key_states.ndim != 4 or value_states.ndim != 4:
+            raise ValueError(
+                "key_states, value_states: expected four dimensions [batch, heads, tokens, head_dim], got shapes "
+                f"{tuple(key_states.shape)} and {tuple(value_states.shape)}"
+            )
+        if key_states.shape[2] != value_states.shape[2] or key_states.shape[0] != value_states.shape[0]:
+            raise ValueError(
+                f"value_states: expected batch size {key_states.shape[0]} and {key_states.shape[2]} tokens as in "
+                f"key_states, got {value_states.shape[0]} and {value_states.shape[2]}"
+            )
+        if self.buffer.length > 0:
+            signatures = row_signature(key_states), row_signature(value_states)
+            if signatures != self._signatures:
+                _refuse("key_states", self._signatures[0], signatures[0])
+                _refuse("value_states", self._signatures[1], signatures[1])
+
+    def reset(self) -> None:
+        """Forget all tokens. Memory of our own is kept for the next prompt, tensors handed over are dropped."""
+        if self.buffer.shared:
+            self.buffer.free()
+        self.buffer.clear()
+        self.is_initialized = False
+
+    def reorder_cache(self, beam_idx: Tensor) -> None:
+        """Make row `i` what row `beam_idx[i]` was."""
+        self.batch_select_indices(beam_idx)
+
+    def batch_select_indices(self, indices: Tensor) -> None:
+        """Keep the rows `indices`, int64 or a boolean mask over the batch, on any device."""
+        if self.buffer.length == 0:
+            return
+        batch = self._signatures[0][0]
+        index = torch.as_tensor(indices, device=self.device)
+        if index.dtype == torch.bool:
+            index = index.nonzero().flatten()
+        self._take_rows(torch.where(index < 0, index + batch, index))
+
+    def batch_repeat_interleave(self, repeats: int) -> None:
+        """Repeat every row `repeats` times, copies side by side."""
+        if self.buffer.length == 0:
+            return
+        batch = self._signatures[0][0]
+        self._take_rows(torch.arange(batch, device=self.device).repeat_interleave(repeats))
+
+    def offload(self) -> None:
+        """Move the valid tokens to host memory (`offloading=True` of transformers)."""
+        self.buffer.move_to(torch.device("cpu"))
+
+    def prefetch(self) -> None:
+        """Move the tokens back to the layer's device."""
+        if self.device is not None:
+            self.buffer.move_to(self.device)
+
+    def _take_rows(self, index: Tensor) -> None:
+        self.buffer.take_rows(index)
+        self._remember_signatures()
+
+    def _assign(self, keys: Tensor | None, values: Tensor | None) -> None:
+        if keys is None or values is None:
+            self.buffer.free()
+            self.is_initialized = False
+            return
+        self.buffer.adopt(keys, values)
+        self._remember_signatures()
+        self.device = keys.device
+        self.is_initialized = True
+
+    def _remember_signatures(self) -> None:
+        keys, values = self.buffer.tensors
+        self._signatures = row_signature(keys), row_signature(values)
+
+
+def check_crop_sign(tokens_to_remove: int) -> None:
+    """Raise if the argument of `crop` is positive, which older versions of transformers took for a final length."""
+    if tokens_to_remove > 0:
+        raise ValueError(
+            f"tokens_to_remove: expected a negative int, the number of tokens to remove, or 0, got {tokens_to_remove}"
+        )
+
+
+def _refuse(argument: str, expected: tuple[Any, ...], got: tuple[Any, ...]) -> None:
+    for name, want, have in zip(("batch size", "heads", "head dim", "dtype", "device"), expected, got, strict=True):
+        if want != have:
+            error = {"dtype": TypeError, "device": RuntimeError}.get(name, ValueError)
+            raise error(f"{argument}: expected {name} {want}, which the cache already holds, got {have}")

@@ -1,0 +1,250 @@
+"""The memory of one layer: K and V preallocated, appended in place, grown by a factor."""
+
+from __future__ import annotations
+
+import copy
+import math
+from typing import Any
+
+import torch
+from torch import Tensor
+
+# What a GPU reads in one transaction, and a multiple of every CPU's cache line.
+ALIGNMENT_BYTES = 128
+
+
+class KVBuffer:
+    """K and V of one layer, `[batch, heads, tokens, head_dim]` each, valid from `start` to `end`.
+
+    ::
+
+        token     0        start                  end           capacity
+        head 0    | dropped  | valid ............ | room ........ |
+        head 1    | dropped  | valid ............ | room ........ |
+
+    Only `view` reads, so nothing outside the valid part is ever seen. Only `append` writes, and never into memory
+    that somebody else may hold: tensors that were handed over (`adopt`) and tensors that an autograd graph may
+    have saved are replaced by a fresh allocation at the next append.
+
+    Parameters
+    ----------
+    first_capacity : int
+        Tokens to allocate at first.
+    growth_factor : float
+        How capacity grows; greater than 1.
+    seq_major : bool
+        Put tokens before heads in memory. Shapes stay as above; strides differ.
+    """
+
+    def __init__(self, first_capacity: int, growth_factor: float, seq_major: bool = False):
+        self.first_capacity = first_capacity
+        self.growth_factor = growth_factor
+        self.seq_major = seq_major
+        self.growths = 0
+        self._keys: Tensor | None = None
+        self._values: Tensor | None = None
+        self._writable = False
+        self.start = 0
+        self.end = 0
+
+    @property
+    def allocated(self) -> bool:
+        """Whether there are tensors at all."""
+        return self._keys is not None and self._values is not None
+
+    @property
+    def tensors(self) -> tuple[Tensor, Tensor]:
+        """The whole K and V tensors, `[batch, heads, capacity, head_dim]`, invalid parts included."""
+        if self._keys is None or self._values is None:
+            raise RuntimeError("this layer holds no keys and values yet")
+        return self._keys, self._values
+
+    @property
+    def capacity(self) -> int:
+        """Tokens that fit before the next growth."""
+        return min(tensor.shape[2] for tensor in self.tensors) if self.allocated else 0
+
+    @property
+    def length(self) -> int:
+        """Valid tokens."""
+        return self.end - self.start
+
+    @property
+    def shared(self) -> bool:
+        """Whether the tensors were handed over and may be held by somebody else too."""
+        return self.allocated and not self._writable
+
+    def allocate(self, keys: Tensor, values: Tensor, limit: int | None = None) -> None:
+        """Make room for first tokens like `keys` and `values`, `[batch, heads, tokens, head_dim]`; nothing is written.
+
+        Memory of the right kind that is large enough is kept.
+
+        Parameters
+        ----------
+        limit : int, optional
+            Tokens to allocate at most, unless `keys` has more.
+        """
+        self.start = self.end = 0
+        tokens = keys.shape[2]
+        if self._writable and tokens <= self.capacity and self._matches(keys, values):
+            return
+        capacity = self.first_capacity
+        if tokens > capacity:
+            capacity += tokens  # a long prompt, and the first tokens after it
+        if limit is not None:
+            capacity = max(min(capacity, limit), tokens)
+        self.free()  # before the new tensors are allocated
+        capacity = _aligned_capacity(capacity, keys, values)
+        self._keys = self._empty(keys, keys.shape[0], capacity)
+        self._values = self._empty(values, values.shape[0], capacity)
+        self._writable = True
+
+    def _matches(self, keys: Tensor, values: Tensor) -> bool:
+        return row_signature(self.tensors[0]) == row_signature(keys) and (
+            row_signature(self.tensors[1]) == row_signature(values)
+        )
+
+    def free(self) -> None:
+        """Drop the tensors."""
+        self._keys = self._values = None
+        self._writable = False
+        self.start = self.end = 0
+
+    def adopt(self, keys: Tensor, values: Tensor) -> None:
+        """Take tensors that somebody else may hold, as they are; every token of them is valid."""
+        self._keys, self._values = keys, values
+        self._writable = False
+        self.start, self.end = 0, keys.shape[2]
+
+    def append(self, keys: Tensor, values: Tensor, limit: int | None = None) -> None:
+        """Add tokens, `[batch, heads, new_tokens, head_dim]`, at the end.
+
+        Parameters
+        ----------
+        limit : int, optional
+            Growth stops at this many tokens, unless more are needed.
+        """
+        if torch.is_grad_enabled():
+            # A graph may save what attention reads: leave that as it is, as concatenation does.
+            old_keys, old_values = self.view()
+            self.adopt(torch.cat([old_keys, keys], dim=2), torch.cat([old_values, values], dim=2))
+            return
+        count = keys.shape[2]
+        if not self._writable or self.end + count > self.capacity:
+            self._make_room(count, limit)
+        own_keys, own_values = self.tensors
+        own_keys.narrow(2, self.end, count).copy_(keys)
+        own_values.narrow(2, self.end, count).copy_(values)
+        self.end += count
+
+    def view(self, last: int | None = None) -> tuple[Tensor, Tensor]:
+        """The valid K and V, or the `last` tokens of them, without a copy."""
+        start = self.start if last is None else max(self.start, self.end - last)
+        keys, values = self.tensors
+        return keys.narrow(2, start, self.end - start), values.narrow(2, start, self.end - start)
+
+    def keep_last(self, tokens: int) -> None:
+        """Forget all but the last `tokens`."""
+        self.start = max(self.start, self.end - tokens)
+
+    def remove_last(self, tokens: int) -> None:
+        """Forget the last `tokens`, or all if there are fewer."""
+        self.end = max(self.start, self.end - tokens)
+
+    def clear(self) -> None:
+        """Forget all tokens; the memory stays."""
+        self.start = self.end = 0
+
+    def take_rows(self, index: Tensor) -> None:
+        """Make row `i` of the batch what row `index[i]` was. `index` is int64, on the tensors' device."""
+        keys, values = self.view()
+        if torch.is_grad_enabled():
+            self.adopt(keys.index_select(0, index), values.index_select(0, index))
+            return
+        self._keys = self._taken(keys, index)
+        del keys  # so that the old K is freed before V's new memory is allocated
+        self._values = self._taken(values, index)
+        self._writable = True
+        self.start, self.end = 0, self.length
+
+    def move_to(self, device: torch.device) -> None:
+        """Move the valid part to another device, with the same capacity there."""
+        if self.allocated and self.tensors[0].device != device:
+            self._reallocate(self.capacity, device)
+
+    def _make_room(self, count: int, limit: int | None) -> None:
+        needed = self.length + count
+        if self._writable and needed <= self.capacity:
+            self._move_to_front()
+            return
+        capacity = math.ceil(self.capacity * self.growth_factor)
+        if limit is not None:
+            capacity = min(capacity, limit)
+        if self._writable:
+            self.growths += 1
+        self._reallocate(max(capacity, needed), self.tensors[0].device)
+
+    def _move_to_front(self) -> None:
+        length = self.length
+        for tensor in self.tensors:
+            valid = tensor.narrow(2, self.start, length)
+            # Source and target of one copy must not overlap.
+            tensor.narrow(2, 0, length).copy_(valid if self.start >= length else valid.clone())
+        self.start, self.end = 0, length
+
+    def _reallocate(self, capacity: int, device: torch.device) -> None:
+        # One tensor after the other, each old one freed before the next is allocated.
+        capacity = _aligned_capacity(capacity, *self.tensors)
+        keys, values = self.view()
+        self._keys = self._copied(keys, capacity, device)
+        del keys
+        self._values = self._copied(values, capacity, device)
+        self._writable = True
+        self.start, self.end = 0, self.length
+
+    def _copied(self, valid: Tensor, capacity: int, device: torch.device) -> Tensor:
+        new = self._empty(valid, valid.shape[0], capacity, device)
+        new.narrow(2, 0, valid.shape[2]).copy_(valid.detach(), non_blocking=True)
+        return new
+
+    def _taken(self, valid: Tensor, index: Tensor) -> Tensor:
+        new = self._empty(valid, index.shape[0], _aligned_capacity(max(self.capacity, 1), valid))
+        torch.index_select(valid.detach(), 0, index, out=new.narrow(2, 0, valid.shape[2]))
+        return new
+
+    def _empty(self, like: Tensor, batch: int, capacity: int, device: torch.device | None = None) -> Tensor:
+        """Uninitialised `[batch, heads, capacity, head_dim]` whose first byte is aligned."""
+        heads, head_dim = like.shape[1], like.shape[3]
+        size = batch * heads * capacity * head_dim
+        slack = ALIGNMENT_BYTES // like.element_size()
+        # Outside inference mode, so that a cache filled there can go on anywhere.
+        with torch.inference_mode(False):
+            flat = torch.empty(size + slack, dtype=like.dtype, device=device or like.device)
+            offset = -flat.data_ptr() % ALIGNMENT_BYTES // like.element_size()
+            flat = flat.narrow(0, offset, size)
+            if self.seq_major:
+                return flat.view(batch, capacity, heads, head_dim).transpose(1, 2)
+            return flat.view(batch, heads, capacity, head_dim)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> KVBuffer:
+        # Tensors' own deepcopy refuses those that an autograd graph computed, and loses the alignment.
+        twin = copy.copy(self)
+        memo[id(self)] = twin
+        if self.allocated:
+            twin._reallocate(self.capacity, self.tensors[0].device)
+        return twin
+
+
+def row_signature(tensor: Tensor) -> tuple[Any, ...]:
+    """What all K, or all V, of one layer have in common: batch, heads, head dim, dtype and device."""
+    batch, heads, _, head_dim = tensor.shape
+    return batch, heads, head_dim, tensor.dtype, tensor.device
+
+
+def _aligned_capacity(tokens: int, *tensors: Tensor) -> int:
+    """The least capacity of at least `tokens` at which every head of every tensor starts on an aligned address."""
+    step = 1
+    for tensor in tensors:
+        row_bytes = tensor.shape[3] * tensor.element_size()
+        step = max(step, ALIGNMENT_BYTES // math.gcd(ALIGNMENT_BYTES, row_bytes))
+    return math.ceil(tokens / step) * step

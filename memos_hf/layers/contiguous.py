@@ -1,0 +1,60 @@
+"""Full attention: one contiguous buffer, all of it visible."""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+from ..config import CacheOptions
+from .base import BufferedLayer, check_crop_sign
+
+
+class ContiguousLayer(BufferedLayer):
+    """Every token of the sequence, in one preallocated buffer per K and V."""
+
+    def __init__(self, options: CacheOptions) -> None:
+        super().__init__(options, options.first_capacity)
+
+    @property
+    def growth_limit(self) -> int | None:
+        """The ceiling in tokens, if there is one."""
+        return self.options.max_cache_len
+
+    def check_room(self, new_tokens: int) -> None:
+        """Raise a `ValueError` if `new_tokens` more would pass the ceiling."""
+        ceiling = self.options.max_cache_len
+        if ceiling is not None and self.buffer.length + new_tokens > ceiling:
+            raise ValueError(
+                f"max_cache_len: the cache may hold {ceiling} tokens, it holds {self.buffer.length} and "
+                f"{new_tokens} more came; nothing was stored"
+            )
+
+    def check_update(self, key_states: Tensor, value_states: Tensor) -> None:
+        """Raise if K and V cannot be appended to what is held, or pass the ceiling."""
+        super().check_update(key_states, value_states)
+        self.check_room(key_states.shape[2])
+
+    def append(self, key_states: Tensor, value_states: Tensor) -> tuple[Tensor, Tensor]:
+        """Append K and V; return views of all valid tokens."""
+        self.buffer.append(key_states, value_states, self.growth_limit)
+        return self.buffer.view()
+
+    def get_seq_length(self) -> int:
+        """Tokens cached."""
+        return self.buffer.length
+
+    def get_max_length(self) -> int:
+        """The ceiling in tokens; -1 without one."""
+        return self.options.max_cache_len or -1
+
+    def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
+        """Length of what the next update of `query_length` tokens returns, and the position of its first token."""
+        return self.buffer.length + query_length, 0
+
+    def check_crop(self, tokens_to_remove: int) -> None:
+        """Raise if `crop` would."""
+        check_crop_sign(tokens_to_remove)
+
+    def crop(self, tokens_to_remove: int) -> None:
+        """Remove the last `-tokens_to_remove` tokens: the pointer moves, nothing is copied."""
+        self.check_crop(tokens_to_remove)
+        self.buffer.remove_last(-tokens_to_remove)

@@ -1,0 +1,68 @@
+"""From transformers' layers to ours and back, with what they hold."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import torch
+from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer
+
+from ..config import CacheOptions
+from .contiguous import ContiguousLayer
+from .sliding import SlidingLayer
+
+
+def replacement_for(layer_class: type, options: CacheOptions, layer_kwargs: dict[str, Any]) -> Any:
+    """The layer to use where transformers would use `layer_class`: one of ours for full and sliding attention."""
+    if layer_class is DynamicLayer:
+        return ContiguousLayer(options)
+    if layer_class is DynamicSlidingWindowLayer:
+        return SlidingLayer(options, layer_kwargs["sliding_window"])
+    return layer_class(**layer_kwargs)
+
+
+def from_dynamic(layer: Any, options: CacheOptions) -> Any:
+    """A layer of ours with a copy of what `layer`, of any dynamic class or ours, holds; other classes are copied."""
+    if isinstance(layer, SlidingLayer) or type(layer) is DynamicSlidingWindowLayer:
+        sliding = SlidingLayer(options, layer.sliding_window)
+        sliding.record_past = layer.record_past
+        _fill(sliding, layer)
+        sliding.cumulative_length = layer.cumulative_length
+        return sliding
+    if isinstance(layer, ContiguousLayer) or type(layer) is DynamicLayer:
+        contiguous = ContiguousLayer(options)
+        if layer.get_seq_length() > 0:
+            contiguous.check_room(layer.get_seq_length())
+        _fill(contiguous, layer)
+        return contiguous
+    return copy.deepcopy(layer)
+
+
+def to_dynamic(layer: Any) -> Any:
+    """The transformers layer that stands where `layer` stood, with a copy of what it holds."""
+    if isinstance(layer, SlidingLayer):
+        sliding = DynamicSlidingWindowLayer(sliding_window=layer.sliding_window)
+        sliding.record_past = layer.record_past
+        sliding.cumulative_length = layer.cumulative_length
+        return _copied(layer, sliding)
+    if isinstance(layer, ContiguousLayer):
+        return _copied(layer, DynamicLayer())
+    return copy.deepcopy(layer)
+
+
+def _fill(layer: ContiguousLayer | SlidingLayer, source: Any) -> None:
+    if not source.is_initialized or source.keys.ndim != 4:
+        return
+    # The memory is new, so that only a graph behind the tensors themselves stands against writing in place.
+    with torch.set_grad_enabled(torch.is_grad_enabled() and source.keys.requires_grad):
+        layer.lazy_initialization(source.keys, source.values)
+        layer.buffer.append(source.keys, source.values, layer.growth_limit)
+
+
+def _copied(source: ContiguousLayer | SlidingLayer, layer: Any) -> Any:
+    if source.is_initialized:
+        keys, values = source.buffer.view()
+        layer.lazy_initialization(keys, values)
+        layer.keys, layer.values = keys.clone(), values.clone()
+    return layer

@@ -1,0 +1,119 @@
+"""Sliding and chunked attention: a buffer of twice the window."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from ..config import CacheOptions
+from .base import BufferedLayer, check_crop_sign
+
+
+class SlidingLayer(BufferedLayer):
+    """The last `sliding_window - 1` tokens, which with the new one make a window.
+
+    ::
+
+        [ dropped ....... | window - 1 valid | room ]   append in place, the valid part slides to the right
+        [ window - 1 valid | room .................. ]   at the end it is copied to the front, once a window
+
+    So there is no roll and no concatenation, and a token's cost does not depend on the window. What is returned and
+    what `get_mask_sizes` announces is what transformers' `DynamicSlidingWindowLayer` does.
+
+    Parameters
+    ----------
+    sliding_window : int
+        Tokens in a window (or chunk), the query's own included.
+    """
+
+    is_sliding = True
+
+    def __init__(self, options: CacheOptions, sliding_window: int) -> None:
+        super().__init__(options, min(options.first_capacity, 2 * sliding_window))
+        self.sliding_window = sliding_window
+        self.cumulative_length = 0
+        # While true, tokens are kept beyond the window until `crop` says how many were accepted. `generate` sets it.
+        self.record_past = False
+        # Read by `DynamicCache.__iter__`, which DataParallel gathers.
+        self._sliding_window_tensor = torch.tensor(sliding_window, dtype=torch.long)
+
+    @property
+    def growth_limit(self) -> int | None:
+        """Twice the window, where tokens beyond it are not recorded."""
+        return None if self.record_past else 2 * self.sliding_window
+
+    def activate_past_recording(self) -> None:
+        """Keep all tokens until the next `crop`, so that it can roll back past the window (assisted decoding)."""
+        self.record_past = True
+
+    def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
+        """Allocate for K and V of these shapes, dtypes and device."""
+        kept = key_states.shape[2] if self.record_past else min(key_states.shape[2], self.sliding_window)
+        super().lazy_initialization(key_states[:, :, :kept], value_states[:, :, :kept])
+        self._sliding_window_tensor = self._sliding_window_tensor.to(self.device)
+
+    def append(self, key_states: Tensor, value_states: Tensor) -> tuple[Tensor, Tensor]:
+        """Append K and V; return up to `sliding_window - 1` earlier tokens and the new ones."""
+        count = key_states.shape[2]
+        visible = min(self.buffer.length, self.sliding_window - 1) + count
+        self.cumulative_length += count
+        if count >= self.sliding_window and not self.record_past:
+            return self._replace(key_states, value_states)
+        self.buffer.append(key_states, value_states, self.growth_limit)
+        states = self.buffer.view(last=visible)
+        if not self.record_past:
+            self.buffer.keep_last(self.sliding_window - 1)
+        return states
+
+    def _replace(self, key_states: Tensor, value_states: Tensor) -> tuple[Tensor, Tensor]:
+        """Take tokens that fill a window by themselves: return them behind the old ones, keep the newest."""
+        states = key_states, value_states
+        if self.buffer.length > 0:
+            old_keys, old_values = self.buffer.view(last=self.sliding_window - 1)
+            states = torch.cat([old_keys, key_states], dim=2), torch.cat([old_values, value_states], dim=2)
+        first_kept = key_states.shape[2] - (self.sliding_window - 1)
+        self.buffer.clear()
+        self.buffer.append(key_states[:, :, first_kept:], value_states[:, :, first_kept:], self.growth_limit)
+        return states
+
+    def get_seq_length(self) -> int:
+        """Tokens seen, those that left the window included."""
+        return self.cumulative_length
+
+    def get_max_length(self) -> int:
+        """The window, as transformers' sliding layers say."""
+        return self.sliding_window
+
+    def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
+        """Length of what the next update of `query_length` tokens returns, and the position of its first token."""
+        kept = min(self.cumulative_length, self.sliding_window - 1)
+        return kept + query_length, self.cumulative_length - kept
+
+    def check_crop(self, tokens_to_remove: int) -> None:
+        """Raise if `crop` would: the window that was current before the removed tokens must still be here."""
+        check_crop_sign(tokens_to_remove)
+        if self.cumulative_length < self.sliding_window:
+            return
+        if not self.record_past:
+            raise RuntimeError(
+                "crop: the window is full and earlier tokens were dropped; call activate_past_recording before "
+                "the tokens to be removed come"
+            )
+        remaining = max(self.cumulative_length + tokens_to_remove, 0)
+        if self.buffer.length + tokens_to_remove < min(remaining, self.sliding_window - 1):
+            raise RuntimeError(
+                f"crop: removing {-tokens_to_remove} tokens needs tokens that were dropped before recording began "
+                f"(held: {self.buffer.length}, window: {self.sliding_window})"
+            )
+
+    def crop(self, tokens_to_remove: int) -> None:
+        """Remove the last `-tokens_to_remove` tokens and what lies beyond the window before them."""
+        self.check_crop(tokens_to_remove)
+        self.buffer.remove_last(-tokens_to_remove)
+        self.cumulative_length = max(self.cumulative_length + tokens_to_remove, 0)
+        self.buffer.keep_last(self.sliding_window - 1)
+
+    def reset(self) -> None:
+        """Forget all tokens."""
+        super().reset()
+        self.cumulative_length = 0
