@@ -21,8 +21,9 @@ from transformers.cache_utils import (
 from transformers.utils.generic import is_flash_attention_requested
 
 from .config import CacheOptions, Layout, refuse_combinations
-from .layers import BufferedLayer, ContiguousLayer, SlidingLayer, convert, upstream
+from .layers import ContiguousLayer, SlidingLayer, convert
 from .layers.static import StaticRoom, initialise_static
+from .layers.upstream import UpstreamLayer, adapted
 from .placement import expected_shape, layer_devices
 from .report import CacheStats, MemoryReport, cache_stats, format_bytes, memory_report
 
@@ -179,16 +180,16 @@ class MemOSCache(DynamicCache):  # type: ignore[misc]
 
     def update_conv_state(self, conv_states: Tensor, layer_idx: int, state_idx: int = 0, **kwargs: Any) -> Tensor:
         """Store the convolution state of a linear-attention layer; see `Cache.update_conv_state`."""
-        upstream.leave_inference_mode(self.layers[layer_idx])
         states: Tensor = super().update_conv_state(conv_states, layer_idx, state_idx, **kwargs)
+        UpstreamLayer(self.layers[layer_idx]).leave_inference_mode()
         return states
 
     def update_recurrent_state(
         self, recurrent_states: Tensor, layer_idx: int, state_idx: int = 0, **kwargs: Any
     ) -> Tensor:
         """Store the recurrent state of a linear-attention layer; see `Cache.update_recurrent_state`."""
-        upstream.leave_inference_mode(self.layers[layer_idx])
         states: Tensor = super().update_recurrent_state(recurrent_states, layer_idx, state_idx, **kwargs)
+        UpstreamLayer(self.layers[layer_idx]).leave_inference_mode()
         return states
 
     def get_mask_sizes(self, query_length: int, layer_idx: int) -> tuple[int, int]:
@@ -211,11 +212,8 @@ class MemOSCache(DynamicCache):  # type: ignore[misc]
 
     def reset(self) -> None:
         """Forget all tokens; preallocated memory is kept for the next prompt."""
-        for layer in self.layers:
-            if isinstance(layer, BufferedLayer):
-                layer.reset()
-            else:
-                upstream.reset(layer)
+        for layer in map(adapted, self.layers):
+            layer.reset()
 
     def crop(self, tokens_to_remove: int) -> None:
         """Remove the last `-tokens_to_remove` tokens of every layer, or, if one of them cannot, of none.
@@ -228,32 +226,28 @@ class MemOSCache(DynamicCache):  # type: ignore[misc]
             If a layer no longer has what the shorter cache needs: a sliding window that was not recording, a
             recurrent state.
         """
-        for layer in self.layers:
-            if isinstance(layer, BufferedLayer):
-                layer.check_crop(tokens_to_remove)
-            else:
-                upstream.check_crop(layer, tokens_to_remove)
-        for layer in self.layers:
-            if isinstance(layer, BufferedLayer) or upstream.holds_anything(layer):
-                layer.crop(tokens_to_remove)
+        layers = [adapted(layer) for layer in self.layers]
+        for layer in layers:
+            layer.check_crop(tokens_to_remove)
+        for layer in layers:
+            layer.crop(tokens_to_remove)
+
+    def reorder_cache(self, beam_idx: Tensor) -> None:
+        """Make row `i` of the batch what row `beam_idx[i]` was (int64, on any device)."""
+        for layer in map(adapted, self.layers):
+            layer.reorder_cache(beam_idx)
 
     def batch_repeat_interleave(self, repeats: int) -> None:
         """Repeat every row of the batch `repeats` times, copies side by side; recurrent states too."""
         if isinstance(repeats, bool) or not isinstance(repeats, int) or repeats < 1:
             raise ValueError(f"repeats: expected an int of at least 1, got {repeats!r}")
-        for layer in self.layers:
-            if isinstance(layer, BufferedLayer):
-                layer.batch_repeat_interleave(repeats)
-            else:
-                upstream.repeat_rows(layer, repeats)
+        for layer in map(adapted, self.layers):
+            layer.batch_repeat_interleave(repeats)
 
     def batch_select_indices(self, indices: Tensor) -> None:
         """Keep the rows `indices` (int64, or a boolean mask over the batch, on any device); recurrent states too."""
-        for layer in self.layers:
-            if isinstance(layer, BufferedLayer):
-                layer.batch_select_indices(indices)
-            else:
-                upstream.select_rows(layer, indices)
+        for layer in map(adapted, self.layers):
+            layer.batch_select_indices(indices)
 
     @property
     def is_compileable(self) -> bool:

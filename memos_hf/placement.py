@@ -52,7 +52,11 @@ def mapped_device(name: str, device_map: dict[str, Any]) -> torch.device:
     if not prefixes:
         raise ValueError(f"hf_device_map: expected an entry that covers {name}, got {sorted(device_map)}")
     place = device_map[max(prefixes, key=len)]
-    return torch.device(main if str(place) in ("cpu", "disk") else place)
+    place = main if str(place) in ("cpu", "disk") else place
+    if isinstance(place, int):
+        accelerator = torch.accelerator.current_accelerator()
+        return torch.device(accelerator.type if accelerator is not None else "cuda", place)
+    return torch.device(place)
 
 
 def expected_shape(config: Any) -> tuple[int, int]:

@@ -38,20 +38,20 @@ class BufferedLayer(CacheLayerMixin):  # type: ignore[misc]
     @property
     def keys(self) -> Tensor | None:
         """The valid keys, `[batch, heads, tokens, head_dim]`, a view; `None` before the first update."""
-        return self.buffer.view()[0] if self.is_initialized else None
+        return self.buffer.halves()[0] if self.is_initialized else None
 
     @keys.setter
     def keys(self, keys: Tensor | None) -> None:
-        self._assign(keys, self.values)
+        self._assign(keys, self.buffer.halves()[1])
 
     @property
     def values(self) -> Tensor | None:
         """The valid values, `[batch, heads, tokens, head_dim]`, a view; `None` before the first update."""
-        return self.buffer.view()[1] if self.is_initialized else None
+        return self.buffer.halves()[1] if self.is_initialized else None
 
     @values.setter
     def values(self, values: Tensor | None) -> None:
-        self._assign(self.keys, values)
+        self._assign(self.buffer.halves()[0], values)
 
     @property
     def dtype(self) -> torch.dtype | None:
@@ -104,6 +104,8 @@ class BufferedLayer(CacheLayerMixin):  # type: ignore[misc]
                 f"value_states: expected batch size {key_states.shape[0]} and {key_states.shape[2]} tokens as in "
                 f"key_states, got {value_states.shape[0]} and {value_states.shape[2]}"
             )
+        if self.buffer.shared:
+            self.buffer.check_paired()
         if self.buffer.length > 0:
             signatures = row_signature(key_states), row_signature(value_states)
             if signatures != self._signatures:
@@ -152,14 +154,11 @@ class BufferedLayer(CacheLayerMixin):  # type: ignore[misc]
         self._remember_signatures()
 
     def _assign(self, keys: Tensor | None, values: Tensor | None) -> None:
-        if keys is None or values is None:
-            self.buffer.free()
-            self.is_initialized = False
-            return
         self.buffer.adopt(keys, values)
-        self._remember_signatures()
-        self.device = keys.device
-        self.is_initialized = True
+        self.is_initialized = keys is not None and values is not None
+        if keys is not None and values is not None:
+            self._remember_signatures()
+            self.device = keys.device
 
     def _remember_signatures(self) -> None:
         keys, values = self.buffer.tensors

@@ -72,7 +72,7 @@ class KVBuffer:
     @property
     def shared(self) -> bool:
         """Whether the tensors were handed over and may be held by somebody else too."""
-        return self.allocated and not self._writable
+        return not self._writable and (self._keys is not None or self._values is not None)
 
     def allocate(self, keys: Tensor, values: Tensor, limit: int | None = None) -> None:
         """Make room for first tokens like `keys` and `values`, `[batch, heads, tokens, head_dim]`; nothing is written.
@@ -110,11 +110,25 @@ class KVBuffer:
         self._writable = False
         self.start = self.end = 0
 
-    def adopt(self, keys: Tensor, values: Tensor) -> None:
+    def adopt(self, keys: Tensor | None, values: Tensor | None) -> None:
         """Take tensors that somebody else may hold, as they are; every token of them is valid."""
         self._keys, self._values = keys, values
         self._writable = False
-        self.start, self.end = 0, keys.shape[2]
+        self.start, self.end = 0, max((half.shape[2] for half in (keys, values) if half is not None), default=0)
+
+    def halves(self) -> tuple[Tensor | None, Tensor | None]:
+        """What is valid of K and of V, each for itself: one may still be missing or of another length."""
+        keys, values = (
+            half if half is None else half.narrow(2, self.start, min(self.end, half.shape[2]) - self.start)
+            for half in (self._keys, self._values)
+        )
+        return keys, values
+
+    def check_paired(self) -> None:
+        """Raise a `RuntimeError` if K and V were assigned with different lengths."""
+        lengths = [0 if half is None else half.shape[2] for half in self.halves()]
+        if lengths[0] != lengths[1]:
+            raise RuntimeError(f"keys has {lengths[0]} tokens and values {lengths[1]}: expected both of one length")
 
     def append(self, keys: Tensor, values: Tensor, limit: int | None = None) -> None:
         """Add tokens, `[batch, heads, new_tokens, head_dim]`, at the end.

@@ -1,0 +1,183 @@
+"""Ways to generate, each giving the tokens that DynamicCache gives."""
+
+import contextlib
+import copy
+
+import pytest
+import torch
+import torch._dynamo
+from tiny import CACHE_ARGUMENT, dynamic, forward, generate, llama, mistral, token_ids
+from torch._dynamo.testing import CompileCounter
+
+from memos_hf import MemOSCache
+
+
+def small(model, **options):
+    return MemOSCache(model.config, initial_capacity=4, **options)
+
+
+@pytest.mark.parametrize("layout", ["head_major", "seq_major"])
+@pytest.mark.parametrize("model", [llama, mistral])
+def test_around_every_growth_boundary_the_shorter_answer_begins_the_longer(model, layout):
+    model = model()
+    ids = token_ids(1, 3)
+    full = generate(model, ids, dynamic(model), new_tokens=40)
+    for new_tokens in range(1, 40):
+        cache = small(model, layout=layout)
+        answer = generate(model, ids, cache, new_tokens=new_tokens)
+        assert torch.equal(answer, full[:, : 3 + new_tokens])
+        assert cache.get_seq_length() == 2 + new_tokens
+    assert small(llama()).get_mask_sizes(7, 0) == (7, 0)
+
+
+@pytest.mark.parametrize("spelling", ["past_key_values", "cache"])
+@pytest.mark.filterwarnings("ignore:.*past_key_values.*:FutureWarning")
+def test_both_spellings_of_the_argument_work_and_give_back_the_object_passed(spelling):
+    if spelling == "cache" and CACHE_ARGUMENT != "cache":
+        pytest.skip("transformers before 5.24 knows past_key_values only")
+    model = llama()
+    cache = small(model)
+    output = model.generate(
+        token_ids(1, 5), max_new_tokens=4, do_sample=False, return_dict_in_generate=True, **{spelling: cache}
+    )
+    assert output[CACHE_ARGUMENT] is cache
+    assert forward(model, token_ids(1, 1), cache)[CACHE_ARGUMENT] is cache
+
+
+def left_padded():
+    ids = token_ids(2, 7)
+    mask = torch.ones_like(ids)
+    mask[0, :4] = 0
+    return ids.masked_fill(mask == 0, 0), mask
+
+
+@pytest.mark.parametrize("model", [llama, mistral])
+def test_left_padded_rows_and_a_padded_second_turn(model):
+    model = model()
+    answers = []
+    for cache in (small(model), dynamic(model)):
+        ids, mask = left_padded()
+        first = generate(model, ids, cache, attention_mask=mask)
+        turn, turn_mask = left_padded()
+        mask = torch.cat([mask, torch.ones(2, first.shape[1] - 7, dtype=mask.dtype), turn_mask], dim=1)
+        answers.append(generate(model, torch.cat([first, turn], dim=1), cache, attention_mask=mask))
+    assert torch.equal(*answers)
+
+
+def test_a_padded_row_answers_as_it_does_alone():
+    model = llama()
+    ids, mask = left_padded()
+    together = generate(model, ids, small(model), attention_mask=mask)
+    for row in range(2):
+        alone = generate(model, ids[row : row + 1, mask[row] == 1], small(model))
+        assert torch.equal(together[row, 7:], alone[0, int(mask[row].sum()) :])
+
+
+@pytest.mark.parametrize("model", [llama, mistral])
+@pytest.mark.parametrize("full_ids", [True, False])
+def test_a_cached_prefix_is_continued_by_all_ids_or_by_the_new_ones(model, full_ids):
+    model = model()
+    ids = token_ids(1, 16)
+    cache = small(model)
+    with torch.no_grad():
+        forward(model, ids[:, :11], cache)
+    given = ids if full_ids else ids[:, 11:]
+    answer = generate(model, given, cache, attention_mask=torch.ones_like(ids))
+    expected = generate(model, ids, dynamic(model))
+    assert torch.equal(answer[:, given.shape[1] :], expected[:, 16:])
+
+
+def test_passing_exactly_the_cached_ids_leaves_the_content_alone():
+    model = llama()
+    ids = token_ids(1, 6)
+    cache = small(model)
+    with torch.no_grad():
+        forward(model, ids, cache)
+    before = cache.layers[0].keys.clone()
+    # the errors with which transformers' own code may answer to having nothing to compute
+    with contextlib.suppress(ValueError, RuntimeError, IndexError):
+        generate(model, ids, cache, new_tokens=2)
+    assert torch.equal(cache.layers[0].keys[:, :, :6], before)
+
+
+@pytest.mark.parametrize("model", [llama, mistral])
+@pytest.mark.parametrize("chunk", [1, 3, 4, 50])
+@pytest.mark.parametrize("start", ["fresh", "resumed", "padded"])
+def test_prefill_in_chunks_gives_what_prefill_at_once_gives(model, chunk, start):
+    model = model()
+    ids, mask = (token_ids(2, 11), torch.ones(2, 11, dtype=torch.long)) if start != "padded" else left_padded()
+    cache = small(model)
+    if start == "resumed":
+        with torch.no_grad():
+            forward(model, ids[:, :4], cache)
+    answer = generate(model, ids, cache, attention_mask=mask, prefill_chunk_size=chunk)
+    assert torch.equal(answer, generate(model, ids, dynamic(model), attention_mask=mask))
+
+
+@pytest.mark.parametrize("model", [llama, mistral])
+def test_prompt_lookup_from_a_cache_that_is_not_empty(model):
+    model = model()
+    ids = token_ids(1, 6).repeat(1, 3)
+    plain = generate(model, ids, dynamic(model), new_tokens=20)
+    lengths = []
+    for cache in (small(model), dynamic(model)):
+        with torch.no_grad():
+            forward(model, ids[:, :9], cache)
+        # The new ids alone: given all of them, transformers' assisted decoding computes the cached ones again.
+        answer = generate(model, ids[:, 9:], cache, 20, attention_mask=torch.ones_like(ids), prompt_lookup_num_tokens=3)
+        assert torch.equal(answer[:, 9:], plain[:, 18:])
+        lengths.append(cache.get_seq_length())
+    assert lengths[0] == lengths[1]
+
+
+def test_beams_and_several_return_sequences():
+    model = llama()
+    ids = token_ids(2, 5)
+    for kwargs in ({"num_beams": 4}, {"num_beams": 4, "num_return_sequences": 3}):
+        assert torch.equal(generate(model, ids, small(model), **kwargs), generate(model, ids, dynamic(model), **kwargs))
+
+
+def test_a_prefix_repeated_for_several_samples_equals_dynamic_cache():
+    model = llama()
+    ids = token_ids(1, 9)
+    answers = []
+    for cache in (small(model), dynamic(model)):
+        with torch.no_grad():
+            forward(model, ids[:, :6], cache)
+        cache.batch_repeat_interleave(3)
+        torch.manual_seed(7)
+        answers.append(
+            model.generate(ids, do_sample=True, num_return_sequences=3, max_new_tokens=8, **{CACHE_ARGUMENT: cache})
+        )
+    assert torch.equal(*answers)
+
+
+def test_a_stored_prefix_is_handed_out_three_times_and_stays_the_same():
+    model = llama()
+    ids = token_ids(1, 9)
+    stored = small(model)
+    with torch.no_grad():
+        forward(model, ids[:, :6], stored)
+    before, memory = stored.layers[0].keys.clone(), stored.memory()
+    answers = [generate(model, ids, copy.deepcopy(stored), new_tokens=20) for _ in range(3)]
+    assert torch.equal(answers[0], answers[1])
+    assert torch.equal(answers[0], answers[2])
+    assert torch.equal(stored.layers[0].keys, before)
+    assert stored.memory() == memory
+    assert stored.get_seq_length() == 6
+
+
+def test_a_compiled_model_works_with_a_growing_cache_and_recompiles_a_bounded_number_of_times():
+    model = llama()
+    torch._dynamo.reset()
+    counter = CompileCounter()
+    step = torch.compile(model, backend=counter)
+    ours, theirs = small(model), dynamic(model)
+    frames = []
+    with torch.no_grad():
+        for position in range(30):
+            ids = token_ids(1, 1, seed=position)
+            compiled = forward(step, ids, ours).logits
+            torch.testing.assert_close(compiled, forward(model, ids, theirs).logits)
+            frames.append(counter.frame_count)
+    assert frames[-1] == frames[len(frames) // 2], f"still compiling after 15 steps: {frames}"

@@ -1,0 +1,73 @@
+"""A tiny random model, and the ways tests call it, for tests that do not depend on the model family."""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+import torch
+import transformers
+from transformers import Cache, DynamicCache, LlamaConfig, LlamaForCausalLM, MistralConfig, MistralForCausalLM
+
+VERSION = tuple(int(part) for part in transformers.__version__.split(".")[:2])
+# The argument of `generate` and of models: renamed in 5.24, where the old name warns.
+CACHE_ARGUMENT = "cache" if VERSION >= (5, 24) else "past_key_values"
+
+SHAPE: dict[str, Any] = {
+    "vocab_size": 101,
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 4096,
+    "initializer_range": 0.3,  # wide, so that no two logits are nearly equal
+    "pad_token_id": 0,
+    "eos_token_id": None,
+    "bos_token_id": None,
+}
+
+
+@functools.cache
+def llama() -> LlamaForCausalLM:
+    """Full attention with grouped KV heads."""
+    torch.manual_seed(0)
+    return LlamaForCausalLM(LlamaConfig(**SHAPE)).eval()
+
+
+@functools.cache
+def mistral(window: int = 8) -> MistralForCausalLM:
+    """Sliding attention."""
+    torch.manual_seed(1)
+    return MistralForCausalLM(MistralConfig(**SHAPE, sliding_window=window)).eval()
+
+
+def token_ids(batch: int, tokens: int, seed: int = 0) -> torch.Tensor:
+    """Random ids, `[batch, tokens]`, none of them the padding id."""
+    return torch.randint(3, 101, (batch, tokens), generator=torch.Generator().manual_seed(seed))
+
+
+def generate(model: Any, ids: torch.Tensor, cache: Cache | None = None, new_tokens: int = 12, **kwargs: Any) -> Any:
+    """Greedy generation of exactly `new_tokens`, through `cache`; without one, transformers' default."""
+    if cache is not None:
+        kwargs[CACHE_ARGUMENT] = cache
+    return model.generate(ids, max_new_tokens=new_tokens, do_sample=False, **kwargs)
+
+
+def forward(model: Any, ids: torch.Tensor, cache: Cache, **kwargs: Any) -> Any:
+    """One call of the model through `cache`."""
+    return model(ids, **{CACHE_ARGUMENT: cache}, **kwargs)
+
+
+def dynamic(model: Any) -> DynamicCache:
+    """What we are compared with."""
+    return DynamicCache(config=model.config)
+
+
+def random_states(
+    batch: int = 1, heads: int = 2, tokens: int = 1, head_dim: int = 8, seed: int | None = None
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Random K and V, `[batch, heads, tokens, head_dim]`."""
+    generator = None if seed is None else torch.Generator().manual_seed(seed)
+    shape = (batch, heads, tokens, head_dim)
+    return torch.randn(shape, generator=generator), torch.randn(shape, generator=generator)
