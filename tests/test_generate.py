@@ -181,3 +181,14 @@ def test_a_compiled_model_works_with_a_growing_cache_and_recompiles_a_bounded_nu
             torch.testing.assert_close(compiled, forward(model, ids, theirs).logits)
             frames.append(counter.frame_count)
     assert frames[-1] == frames[len(frames) // 2], f"still compiling after 15 steps: {frames}"
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float64])
+def test_other_dtypes_give_dynamic_caches_logits(dtype):
+    model = copy.deepcopy(llama()).to(dtype)
+    caches = small(model), dynamic(model)
+    with torch.no_grad():
+        for step, count in enumerate([5, 1, 9, 1]):
+            logits = [forward(model, token_ids(2, count, seed=step), cache).logits for cache in caches]
+            torch.testing.assert_close(*logits)
+    assert caches[0].layers[0].keys.dtype == dtype

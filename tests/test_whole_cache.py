@@ -86,6 +86,15 @@ def test_crop_removes_from_the_end(remove, left):
     assert ours.get_seq_length() == left
 
 
+@pytest.mark.parametrize("model", [llama, mistral])
+def test_a_length_stays_an_int_when_crop_is_given_a_tensor(model):
+    ours, theirs = pair_filled(model(), tokens=6)
+    ours.crop(torch.tensor(-2))
+    theirs.crop(-2)
+    assert [type(layer.get_seq_length()) for layer in ours.layers] == [int] * 3
+    assert_same_content(ours, theirs)
+
+
 def test_crop_refuses_a_positive_number_and_ignores_layers_without_content():
     cache = small(llama())
     cache.crop(-3)

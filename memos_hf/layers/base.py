@@ -165,12 +165,19 @@ class BufferedLayer(CacheLayerMixin):  # type: ignore[misc]
         self._signatures = row_signature(keys), row_signature(values)
 
 
-def check_crop_sign(tokens_to_remove: int) -> None:
-    """Raise if the argument of `crop` is positive, which older versions of transformers took for a final length."""
+def removed_tokens(tokens_to_remove: int) -> int:
+    """How many tokens `crop` is to remove: its argument is that number, negative, before 5.18 sometimes in a tensor.
+
+    Raises
+    ------
+    ValueError
+        If the argument is positive, which older versions of transformers took for a final length.
+    """
     if tokens_to_remove > 0:
         raise ValueError(
             f"tokens_to_remove: expected a negative int, the number of tokens to remove, or 0, got {tokens_to_remove}"
         )
+    return -int(tokens_to_remove)
 
 
 def _refuse(argument: str, expected: tuple[Any, ...], got: tuple[Any, ...]) -> None:

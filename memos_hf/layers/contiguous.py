@@ -5,7 +5,7 @@ from __future__ import annotations
 from torch import Tensor
 
 from ..config import CacheOptions
-from .base import BufferedLayer, check_crop_sign
+from .base import BufferedLayer, removed_tokens
 
 
 class ContiguousLayer(BufferedLayer):
@@ -52,9 +52,8 @@ class ContiguousLayer(BufferedLayer):
 
     def check_crop(self, tokens_to_remove: int) -> None:
         """Raise if `crop` would."""
-        check_crop_sign(tokens_to_remove)
+        removed_tokens(tokens_to_remove)
 
     def crop(self, tokens_to_remove: int) -> None:
         """Remove the last `-tokens_to_remove` tokens: the pointer moves, nothing is copied."""
-        self.check_crop(tokens_to_remove)
-        self.buffer.remove_last(-tokens_to_remove)
+        self.buffer.remove_last(removed_tokens(tokens_to_remove))

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from ..config import CacheOptions
-from .base import BufferedLayer, check_crop_sign
+from .base import BufferedLayer, removed_tokens
 
 
 class SlidingLayer(BufferedLayer):
@@ -91,7 +91,7 @@ class SlidingLayer(BufferedLayer):
 
     def check_crop(self, tokens_to_remove: int) -> None:
         """Raise if `crop` would: the window that was current before the removed tokens must still be here."""
-        check_crop_sign(tokens_to_remove)
+        removed = removed_tokens(tokens_to_remove)
         if self.cumulative_length < self.sliding_window:
             return
         if not self.record_past:
@@ -99,18 +99,19 @@ class SlidingLayer(BufferedLayer):
                 "crop: the window is full and earlier tokens were dropped; call activate_past_recording before "
                 "the tokens to be removed come"
             )
-        remaining = max(self.cumulative_length + tokens_to_remove, 0)
-        if self.buffer.length + tokens_to_remove < min(remaining, self.sliding_window - 1):
+        remaining = max(self.cumulative_length - removed, 0)
+        if self.buffer.length - removed < min(remaining, self.sliding_window - 1):
             raise RuntimeError(
-                f"crop: removing {-tokens_to_remove} tokens needs tokens that were dropped before recording began "
+                f"crop: removing {removed} tokens needs tokens that were dropped before recording began "
                 f"(held: {self.buffer.length}, window: {self.sliding_window})"
             )
 
     def crop(self, tokens_to_remove: int) -> None:
         """Remove the last `-tokens_to_remove` tokens and what lies beyond the window before them."""
         self.check_crop(tokens_to_remove)
-        self.buffer.remove_last(-tokens_to_remove)
-        self.cumulative_length = max(self.cumulative_length + tokens_to_remove, 0)
+        removed = removed_tokens(tokens_to_remove)
+        self.buffer.remove_last(removed)
+        self.cumulative_length = max(self.cumulative_length - removed, 0)
         self.buffer.keep_last(self.sliding_window - 1)
 
     def reset(self) -> None:

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 from transformers.cache_utils import CacheLayerMixin, DynamicLayer, LinearAttentionCacheLayerMixin, StaticLayer
 
-from .base import BufferedLayer, check_crop_sign
+from .base import BufferedLayer, removed_tokens
 
 
 class UpstreamLayer:
@@ -45,7 +45,7 @@ class UpstreamLayer:
 
     def check_crop(self, tokens_to_remove: int) -> None:
         """Raise if `crop` would, or if it would leave a recurrent state that has seen the removed tokens."""
-        check_crop_sign(tokens_to_remove)
+        removed = removed_tokens(tokens_to_remove)
         name = type(self.layer).__name__
         if isinstance(self.layer, StaticLayer) and not hasattr(self.layer, "crop"):
             raise RuntimeError(f"crop: this version of transformers cannot crop a {name}")
@@ -56,7 +56,7 @@ class UpstreamLayer:
                 f"crop: a {name} keeps no past states; call activate_past_recording before the tokens to be "
                 "removed come"
             )
-        if tokens_to_remove < 0 and any(self.layer.is_recurrent_states_initialized.values()):
+        if removed > 0 and any(self.layer.is_recurrent_states_initialized.values()):
             raise RuntimeError(f"crop: the recurrent state of a {name} cannot be taken back")
 
     def crop(self, tokens_to_remove: int) -> None:
