@@ -33,7 +33,16 @@ def test_generate_answers_and_reports_speed_and_memory():
 def test_compare_dynamic_cache_prints_a_table_and_writes_figures(tmp_path):
     report, picture = tmp_path / "figures.json", tmp_path / "figures.png"
     printed = run(
-        "compare_dynamic_cache", "--contexts", "16", "300", "--rounds", "3", "--json", str(report), "--plot", str(picture)
+        "compare_dynamic_cache",
+        "--contexts",
+        "16",
+        "300",
+        "--rounds",
+        "3",
+        "--json",
+        str(report),
+        "--plot",
+        str(picture),
     )
     for name in ("DynamicCache", "StaticCache", "MemOSCache"):
         assert name in printed

@@ -24,7 +24,9 @@ def test_two_hundred_tokens_from_a_thousand_are_the_same():
     text = "\n".join(pydoc_data.topics.topics[name] for name in sorted(pydoc_data.topics.topics))
     ids = tokenizer(text[:8000], return_tensors="pt").input_ids[:, :1000]
     cache = MemOSCache.for_model(model)
-    answers = [generate(model, ids, one, new_tokens=200, min_new_tokens=200, pad_token_id=2) for one in (cache, dynamic(model))]
+    answers = [
+        generate(model, ids, one, new_tokens=200, min_new_tokens=200, pad_token_id=2) for one in (cache, dynamic(model))
+    ]
     assert torch.equal(*answers)
     assert answers[0].shape[1] == 1200
     token_bytes = 30 * 2 * 3 * 64 * 4  # layers, K and V, heads, head dim, float32

@@ -84,7 +84,7 @@ class TwoCaches(RuleBasedStateMachine):
         self.theirs.crop(-tokens)
 
     def cannot_roll_back(self, tokens) -> bool:
-        """Whether a window would miss tokens. Transformers' layers keep less than they announce if they recorded less."""
+        """Whether a window would miss tokens: transformers' layers then keep less than they announce."""
         if self.config is not CONFIG or self.length() < WINDOW:
             return False
         held = min(layer.keys.shape[2] for layer in self.ours.layers)
@@ -98,7 +98,7 @@ class TwoCaches(RuleBasedStateMachine):
             for cache in (self.ours, self.theirs):
                 cache.reorder_cache(torch.tensor(rows))
 
-    @precondition(lambda self: 0 < self.length() and self.batch <= 3)
+    @precondition(lambda self: self.length() > 0 and self.batch <= 3)
     @rule(repeats=st.integers(1, 3))
     def repeat(self, repeats):
         with MODES[self.mode]():

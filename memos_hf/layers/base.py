@@ -84,7 +84,7 @@ class BufferedLayer(CacheLayerMixin):  # type: ignore[misc]
         What is returned are views into the buffer that hold until the next call. A refused update changes nothing.
         """
         self.check_update(key_states, value_states)
-        if self.buffer.length == 0:
+        if self.buffer.start == self.buffer.end:
             self.lazy_initialization(key_states, value_states)
         return self.append(key_states, value_states)
 
@@ -94,23 +94,23 @@ class BufferedLayer(CacheLayerMixin):  # type: ignore[misc]
 
     def check_update(self, key_states: Tensor, value_states: Tensor) -> None:
         """Raise if K and V cannot be appended to what is held."""
-        if key_states.ndim != 4 or value_states.ndim != 4:
+        keys, values = key_states.shape, value_states.shape
+        if len(keys) != 4 or len(values) != 4:
             raise ValueError(
                 "key_states, value_states: expected four dimensions [batch, heads, tokens, head_dim], got shapes "
-                f"{tuple(key_states.shape)} and {tuple(value_states.shape)}"
+                f"{tuple(keys)} and {tuple(values)}"
             )
-        if key_states.shape[2] != value_states.shape[2] or key_states.shape[0] != value_states.shape[0]:
+        if keys[2] != values[2] or keys[0] != values[0]:
             raise ValueError(
-                f"value_states: expected batch size {key_states.shape[0]} and {key_states.shape[2]} tokens as in "
-                f"key_states, got {value_states.shape[0]} and {value_states.shape[2]}"
+                f"value_states: expected batch size {keys[0]} and {keys[2]} tokens as in key_states, got {values[0]} "
+                f"and {values[2]}"
             )
         if self.buffer.shared:
             self.buffer.check_paired()
-        if self.buffer.length > 0:
-            signatures = row_signature(key_states), row_signature(value_states)
-            if signatures != self._signatures:
-                _refuse("key_states", self._signatures[0], signatures[0])
-                _refuse("value_states", self._signatures[1], signatures[1])
+        signatures = row_signature(key_states), row_signature(value_states)
+        if signatures != self._signatures and self.buffer.length > 0:
+            _refuse("key_states", self._signatures[0], signatures[0])
+            _refuse("value_states", self._signatures[1], signatures[1])
 
     def reset(self) -> None:
         """Forget all tokens. Memory of our own is kept for the next prompt, tensors handed over are dropped."""

@@ -43,7 +43,8 @@ class KVBuffer:
         self.growths = 0
         self._keys: Tensor | None = None
         self._values: Tensor | None = None
-        self._writable = False
+        self._writable = False  # whether nobody else may hold the tensors
+        self.capacity = 0  # tokens that fit before the next growth
         self.start = 0
         self.end = 0
 
@@ -58,11 +59,6 @@ class KVBuffer:
         if self._keys is None or self._values is None:
             raise RuntimeError("this layer holds no keys and values yet")
         return self._keys, self._values
-
-    @property
-    def capacity(self) -> int:
-        """Tokens that fit before the next growth."""
-        return min(tensor.shape[2] for tensor in self.tensors) if self.allocated else 0
 
     @property
     def length(self) -> int:
@@ -94,9 +90,9 @@ class KVBuffer:
         if limit is not None:
             capacity = max(min(capacity, limit), tokens)
         self.free()  # before the new tensors are allocated
-        capacity = _aligned_capacity(capacity, keys, values)
-        self._keys = self._empty(keys, keys.shape[0], capacity)
-        self._values = self._empty(values, values.shape[0], capacity)
+        self.capacity = _aligned_capacity(capacity, keys, values)
+        self._keys = self._empty(keys, keys.shape[0])
+        self._values = self._empty(values, values.shape[0])
         self._writable = True
 
     def _matches(self, keys: Tensor, values: Tensor) -> bool:
@@ -108,13 +104,14 @@ class KVBuffer:
         """Drop the tensors."""
         self._keys = self._values = None
         self._writable = False
-        self.start = self.end = 0
+        self.capacity = self.start = self.end = 0
 
     def adopt(self, keys: Tensor | None, values: Tensor | None) -> None:
         """Take tensors that somebody else may hold, as they are; every token of them is valid."""
         self._keys, self._values = keys, values
         self._writable = False
         self.start, self.end = 0, max((half.shape[2] for half in (keys, values) if half is not None), default=0)
+        self.capacity = self.end
 
     def halves(self) -> tuple[Tensor | None, Tensor | None]:
         """What is valid of K and of V, each for itself: one may still be missing or of another length."""
@@ -146,16 +143,18 @@ class KVBuffer:
         count = keys.shape[2]
         if not self._writable or self.end + count > self.capacity:
             self._make_room(count, limit)
+        end = self.end
         own_keys, own_values = self.tensors
-        own_keys.narrow(2, self.end, count).copy_(keys)
-        own_values.narrow(2, self.end, count).copy_(values)
-        self.end += count
+        own_keys.narrow(2, end, count).copy_(keys)
+        own_values.narrow(2, end, count).copy_(values)
+        self.end = end + count
 
     def view(self, last: int | None = None) -> tuple[Tensor, Tensor]:
         """The valid K and V, or the `last` tokens of them, without a copy."""
         start = self.start if last is None else max(self.start, self.end - last)
+        length = self.end - start
         keys, values = self.tensors
-        return keys.narrow(2, start, self.end - start), values.narrow(2, start, self.end - start)
+        return keys.narrow(2, start, length), values.narrow(2, start, length)
 
     def keep_last(self, tokens: int) -> None:
         """Forget all but the last `tokens`."""
@@ -175,6 +174,7 @@ class KVBuffer:
         if torch.is_grad_enabled():
             self.adopt(keys.index_select(0, index), values.index_select(0, index))
             return
+        self.capacity = _aligned_capacity(max(self.capacity, 1), keys, values)
         self._keys = self._taken(keys, index)
         del keys  # so that the old K is freed before V's new memory is allocated
         self._values = self._taken(values, index)
@@ -208,27 +208,27 @@ class KVBuffer:
 
     def _reallocate(self, capacity: int, device: torch.device) -> None:
         # One tensor after the other, each old one freed before the next is allocated.
-        capacity = _aligned_capacity(capacity, *self.tensors)
         keys, values = self.view()
-        self._keys = self._copied(keys, capacity, device)
+        self.capacity = _aligned_capacity(capacity, keys, values)
+        self._keys = self._copied(keys, device)
         del keys
-        self._values = self._copied(values, capacity, device)
+        self._values = self._copied(values, device)
         self._writable = True
         self.start, self.end = 0, self.length
 
-    def _copied(self, valid: Tensor, capacity: int, device: torch.device) -> Tensor:
-        new = self._empty(valid, valid.shape[0], capacity, device)
+    def _copied(self, valid: Tensor, device: torch.device) -> Tensor:
+        new = self._empty(valid, valid.shape[0], device)
         new.narrow(2, 0, valid.shape[2]).copy_(valid.detach(), non_blocking=True)
         return new
 
     def _taken(self, valid: Tensor, index: Tensor) -> Tensor:
-        new = self._empty(valid, index.shape[0], _aligned_capacity(max(self.capacity, 1), valid))
+        new = self._empty(valid, index.shape[0])
         torch.index_select(valid.detach(), 0, index, out=new.narrow(2, 0, valid.shape[2]))
         return new
 
-    def _empty(self, like: Tensor, batch: int, capacity: int, device: torch.device | None = None) -> Tensor:
+    def _empty(self, like: Tensor, batch: int, device: torch.device | None = None) -> Tensor:
         """Uninitialised `[batch, heads, capacity, head_dim]` whose first byte is aligned."""
-        heads, head_dim = like.shape[1], like.shape[3]
+        heads, capacity, head_dim = like.shape[1], self.capacity, like.shape[3]
         size = batch * heads * capacity * head_dim
         slack = ALIGNMENT_BYTES // like.element_size()
         # Outside inference mode, so that a cache filled there can go on anywhere.
@@ -251,8 +251,8 @@ class KVBuffer:
 
 def row_signature(tensor: Tensor) -> tuple[Any, ...]:
     """What all K, or all V, of one layer have in common: batch, heads, head dim, dtype and device."""
-    batch, heads, _, head_dim = tensor.shape
-    return batch, heads, head_dim, tensor.dtype, tensor.device
+    shape = tensor.shape
+    return shape[0], shape[1], shape[3], tensor.dtype, tensor.device
 
 
 def _aligned_capacity(tokens: int, *tensors: Tensor) -> int:

@@ -31,7 +31,8 @@ class ContiguousLayer(BufferedLayer):
     def check_update(self, key_states: Tensor, value_states: Tensor) -> None:
         """Raise if K and V cannot be appended to what is held, or pass the ceiling."""
         super().check_update(key_states, value_states)
-        self.check_room(key_states.shape[2])
+        if self.options.max_cache_len is not None:
+            self.check_room(key_states.shape[2])
 
     def append(self, key_states: Tensor, value_states: Tensor) -> tuple[Tensor, Tensor]:
         """Append K and V; return views of all valid tokens."""
