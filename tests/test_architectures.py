@@ -59,6 +59,6 @@ def test_gives_what_dynamic_cache_gives(architecture: Architecture) -> None:
 
 
 @pytest.mark.skipif(VERSION != LISTED_VERSION, reason="the list of what cannot run is for another version")
-@pytest.mark.parametrize(("entries", "least"), [(CAUSAL, 180), (SEQUENCE_TO_SEQUENCE, 36)], ids=["causal", "seq2seq"])
+@pytest.mark.parametrize(("entries", "least"), [(CAUSAL, 178), (SEQUENCE_TO_SEQUENCE, 37)], ids=["causal", "seq2seq"])
 def test_nearly_all_architectures_are_compared(entries: list[Architecture], least: int) -> None:
     assert sum(entry.name not in CANNOT_RUN for entry in entries) >= least

@@ -64,7 +64,7 @@ def test_one_token_at_a_time_to_ten_thousand_takes_logarithmically_many_allocati
     keys, values = random_states(heads=1, head_dim=4)
     allocations = []
     original = KVBuffer._empty
-    monkeypatch.setattr(KVBuffer, "_empty", lambda *args: allocations.append(1) or original(*args))
+    monkeypatch.setattr(KVBuffer, "_empty", lambda *args, **kwargs: allocations.append(1) or original(*args, **kwargs))
     buffer.allocate(keys, values)
     with torch.no_grad():
         for _ in range(10_000):
@@ -77,7 +77,7 @@ def test_one_token_at_a_time_to_ten_thousand_takes_logarithmically_many_allocati
 def test_a_long_prompt_is_one_allocation_with_room_for_the_answer(monkeypatch):
     allocations = []
     original = KVBuffer._empty
-    monkeypatch.setattr(KVBuffer, "_empty", lambda *args: allocations.append(1) or original(*args))
+    monkeypatch.setattr(KVBuffer, "_empty", lambda *args, **kwargs: allocations.append(1) or original(*args, **kwargs))
     buffer = filled(1000, capacity=16)
     assert len(allocations) == 2
     assert buffer.growths == 0
@@ -93,20 +93,33 @@ def test_growth_frees_the_old_tensors():
     assert all(reference() is None for reference in old)
 
 
-def test_growth_never_holds_more_than_one_old_tensor_beside_the_new_ones(monkeypatch):
-    buffer = filled(8, capacity=8)
-    old = [weakref.ref(tensor.untyped_storage()) for tensor in buffer.tensors]
-    alive = []
+@pytest.mark.parametrize("failing", [1, 2])
+@pytest.mark.parametrize("operation", ["append", "take_rows", "replace"])
+def test_when_memory_runs_out_nothing_has_changed(monkeypatch, failing, operation):
+    buffer = filled(8, capacity=8, batch=2)
+    buffer.keep_last(6)
+    before = [tensor.clone() for tensor in buffer.view()]
+    calls = []
     original = KVBuffer._empty
 
-    def spy(self, *args):
-        alive.append(sum(reference() is not None for reference in old))
-        return original(self, *args)
+    def failing_empty(self, *args, **kwargs):
+        calls.append(1)
+        if len(calls) == failing:
+            raise torch.OutOfMemoryError("no memory left")
+        return original(self, *args, **kwargs)
 
-    monkeypatch.setattr(KVBuffer, "_empty", spy)
+    monkeypatch.setattr(KVBuffer, "_empty", failing_empty)
+    states = random_states(batch=2, tokens=20)
+    with torch.no_grad(), pytest.raises(torch.OutOfMemoryError):
+        if operation == "take_rows":
+            buffer.take_rows(torch.tensor([1, 0]))
+        else:
+            getattr(buffer, operation)(*states)
+    for old, new in zip(before, buffer.view(), strict=True):
+        assert torch.equal(old, new)
     with torch.no_grad():
-        buffer.append(*random_states())
-    assert alive == [2, 1]
+        buffer.append(*states)
+    assert torch.equal(buffer.view()[1], torch.cat([before[1], states[1]], dim=2))
 
 
 def test_nothing_beyond_the_pointer_can_be_read():

@@ -73,6 +73,7 @@ class BufferedLayer(CacheLayerMixin):  # type: ignore[misc]
 
     def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
         """Allocate for K and V of these shapes, dtypes and device; their tokens are counted but not stored."""
+        self.is_initialized = False
         self.buffer.allocate(key_states, value_states, self.growth_limit)
         self.device = key_states.device
         self._signatures = row_signature(key_states), row_signature(value_states)

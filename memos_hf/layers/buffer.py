@@ -89,11 +89,9 @@ class KVBuffer:
             capacity += tokens  # a long prompt, and the first tokens after it
         if limit is not None:
             capacity = max(min(capacity, limit), tokens)
+        capacity = _aligned_capacity(capacity, keys, values)
         self.free()  # before the new tensors are allocated
-        self.capacity = _aligned_capacity(capacity, keys, values)
-        self._keys = self._empty(keys, keys.shape[0])
-        self._values = self._empty(values, values.shape[0])
-        self._writable = True
+        self._install(self._empty(keys, capacity), self._empty(values, capacity), 0)
 
     def _matches(self, keys: Tensor, values: Tensor) -> bool:
         return row_signature(self.tensors[0]) == row_signature(keys) and (
@@ -164,6 +162,16 @@ class KVBuffer:
         """Forget the last `tokens`, or all if there are fewer."""
         self.end = max(self.start, self.end - tokens)
 
+    def replace(self, keys: Tensor, values: Tensor, limit: int | None = None) -> None:
+        """Forget all tokens and take these instead; arguments as for `append`."""
+        start, end = self.start, self.end
+        self.clear()
+        try:
+            self.append(keys, values, limit)
+        except BaseException:  # there was no memory for them, and none was written to
+            self.start, self.end = start, end
+            raise
+
     def clear(self) -> None:
         """Forget all tokens; the memory stays."""
         self.start = self.end = 0
@@ -174,12 +182,8 @@ class KVBuffer:
         if torch.is_grad_enabled():
             self.adopt(keys.index_select(0, index), values.index_select(0, index))
             return
-        self.capacity = _aligned_capacity(max(self.capacity, 1), keys, values)
-        self._keys = self._taken(keys, index)
-        del keys  # so that the old K is freed before V's new memory is allocated
-        self._values = self._taken(values, index)
-        self._writable = True
-        self.start, self.end = 0, self.length
+        capacity = _aligned_capacity(self.capacity, keys, values)
+        self._install(self._taken(keys, capacity, index), self._taken(values, capacity, index), self.length)
 
     def move_to(self, device: torch.device) -> None:
         """Move the valid part to another device, with the same capacity there."""
@@ -200,35 +204,40 @@ class KVBuffer:
 
     def _move_to_front(self) -> None:
         length = self.length
-        for tensor in self.tensors:
-            valid = tensor.narrow(2, self.start, length)
-            # Source and target of one copy must not overlap.
-            tensor.narrow(2, 0, length).copy_(valid if self.start >= length else valid.clone())
+        # Source and target of one copy must not overlap.
+        sources = [valid if self.start >= length else valid.clone() for valid in self.view()]
+        for tensor, source in zip(self.tensors, sources, strict=True):
+            tensor.narrow(2, 0, length).copy_(source)
         self.start, self.end = 0, length
 
     def _reallocate(self, capacity: int, device: torch.device) -> None:
-        # One tensor after the other, each old one freed before the next is allocated.
         keys, values = self.view()
-        self.capacity = _aligned_capacity(capacity, keys, values)
-        self._keys = self._copied(keys, device)
-        del keys
-        self._values = self._copied(values, device)
-        self._writable = True
-        self.start, self.end = 0, self.length
+        capacity = _aligned_capacity(capacity, keys, values)
+        self._install(self._copied(keys, capacity, device), self._copied(values, capacity, device), self.length)
 
-    def _copied(self, valid: Tensor, device: torch.device) -> Tensor:
-        new = self._empty(valid, valid.shape[0], device)
+    def _install(self, keys: Tensor, values: Tensor, end: int) -> None:
+        """Take new tensors of our own. Both exist by now: had memory run out for one, nothing would have changed."""
+        self._keys, self._values = keys, values
+        self._writable = True
+        self.capacity = keys.shape[2]
+        self.start, self.end = 0, end
+
+    def _copied(self, valid: Tensor, capacity: int, device: torch.device) -> Tensor:
+        new = self._empty(valid, capacity, device=device)
         new.narrow(2, 0, valid.shape[2]).copy_(valid.detach(), non_blocking=True)
         return new
 
-    def _taken(self, valid: Tensor, index: Tensor) -> Tensor:
-        new = self._empty(valid, index.shape[0])
+    def _taken(self, valid: Tensor, capacity: int, index: Tensor) -> Tensor:
+        new = self._empty(valid, capacity, batch=index.shape[0])
         torch.index_select(valid.detach(), 0, index, out=new.narrow(2, 0, valid.shape[2]))
         return new
 
-    def _empty(self, like: Tensor, batch: int, device: torch.device | None = None) -> Tensor:
+    def _empty(
+        self, like: Tensor, capacity: int, batch: int | None = None, device: torch.device | None = None
+    ) -> Tensor:
         """Uninitialised `[batch, heads, capacity, head_dim]` whose first byte is aligned."""
-        heads, capacity, head_dim = like.shape[1], self.capacity, like.shape[3]
+        batch = like.shape[0] if batch is None else batch
+        heads, head_dim = like.shape[1], like.shape[3]
         size = batch * heads * capacity * head_dim
         slack = ALIGNMENT_BYTES // like.element_size()
         # Outside inference mode, so that a cache filled there can go on anywhere.

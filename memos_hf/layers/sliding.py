@@ -56,10 +56,10 @@ class SlidingLayer(BufferedLayer):
         """Append K and V; return up to `sliding_window - 1` earlier tokens and the new ones."""
         count = key_states.shape[2]
         visible = min(self.buffer.length, self.sliding_window - 1) + count
-        self.cumulative_length += count
         if count >= self.sliding_window and not self.record_past:
             return self._replace(key_states, value_states)
         self.buffer.append(key_states, value_states, self.growth_limit)
+        self.cumulative_length += count
         states = self.buffer.view(last=visible)
         if not self.record_past:
             self.buffer.keep_last(self.sliding_window - 1)
@@ -72,8 +72,8 @@ class SlidingLayer(BufferedLayer):
             old_keys, old_values = self.buffer.view(last=self.sliding_window - 1)
             states = torch.cat([old_keys, key_states], dim=2), torch.cat([old_values, value_states], dim=2)
         first_kept = key_states.shape[2] - (self.sliding_window - 1)
-        self.buffer.clear()
-        self.buffer.append(key_states[:, :, first_kept:], value_states[:, :, first_kept:], self.growth_limit)
+        self.buffer.replace(key_states[:, :, first_kept:], value_states[:, :, first_kept:], self.growth_limit)
+        self.cumulative_length += key_states.shape[2]
         return states
 
     def get_seq_length(self) -> int:
