@@ -1,9 +1,9 @@
 """memos_hf: a KV cache for HuggingFace Transformers."""
 
 from .cache import MemOSCache
-from .config import CacheOptions
+from .config import CacheOptions, KVQuantizationConfig
 from .report import CacheStats, DeviceMemory, MemoryReport
 
 __version__ = "0.1.0"
 
-__all__ = ["CacheOptions", "CacheStats", "DeviceMemory", "MemOSCache", "MemoryReport"]
+__all__ = ["CacheOptions", "CacheStats", "DeviceMemory", "KVQuantizationConfig", "MemOSCache", "MemoryReport"]

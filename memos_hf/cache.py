@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator, Mapping
 from functools import partial
 from typing import Any
 
@@ -15,16 +15,19 @@ from transformers.cache_utils import (
     STATIC_LAYER_TYPE_MAPPING,
     CacheLayerMixin,
     DynamicCache,
+    LinearAttentionCacheLayerMixin,
     StaticLayer,
     get_layer_types_and_kwargs,
 )
 from transformers.utils.generic import is_flash_attention_requested
 
-from .config import CacheOptions, Layout, refuse_combinations
-from .layers import ContiguousLayer, SlidingLayer, convert
-from .layers.static import StaticRoom, initialise_static
+from .config import CacheOptions, KVQuantizationConfig, Layout, Preset, refuse_combinations
+from .layers import BlockLayer, BufferedLayer, ContiguousLayer, SlidingLayer, convert
+from .layers.base import check_ceiling
+from .layers.blocks import PROMPT_BLOCKS
+from .layers.static import StaticRoom, prepare_static
 from .layers.upstream import UpstreamLayer, adapted
-from .placement import expected_shape, layer_devices
+from .placement import expected_states
 from .report import CacheStats, MemoryReport, cache_stats, format_bytes, memory_report
 
 
@@ -57,6 +60,10 @@ class MemOSCache(DynamicCache):  # type: ignore[misc]
         What capacity is multiplied by when it runs out.
     layout : {"head_major", "seq_major"}
         Order in memory; the second is there to be measured against.
+    quantization : KVQuantizationConfig or {"int8", "int4", "int2", "fp8"}, optional
+        Full-attention layers keep older tokens in sealed blocks, encoded once, that attention reads in place.
+    block_size : int
+        Tokens in a sealed block, a power of two of at least 8.
     static : bool
         Fixed shapes of `max_cache_len` tokens for `torch.compile` and CUDA graphs, on transformers' static layers and
         with `StaticCache`'s semantics; a full cache is refused before anything is written.
@@ -83,10 +90,20 @@ class MemOSCache(DynamicCache):  # type: ignore[misc]
         max_cache_len: int | None = None,
         growth_factor: float = 1.5,
         layout: Layout = "head_major",
+        quantization: KVQuantizationConfig | Preset | None = None,
+        block_size: int = 128,
         static: bool = False,
     ) -> None:
         config, data = _config_and_data(source, config, ddp_cache_data)
-        self.options = CacheOptions(initial_capacity, max_cache_len, growth_factor, layout, static)
+        self.options = CacheOptions(
+            initial_capacity,
+            max_cache_len,
+            growth_factor,
+            layout,
+            static,
+            KVQuantizationConfig.of(quantization) if quantization is not None else None,
+            block_size,
+        )
         _check_use(self.options, config, data, offloading)
         layers = _layers_for(config, self.options) if config is not None else []
         # The parent's constructor with a list of layers, which is what `DynamicCache` itself ends in.
@@ -94,10 +111,11 @@ class MemOSCache(DynamicCache):  # type: ignore[misc]
             layers=layers, offloading=offloading, offload_only_non_sliding=offload_only_non_sliding
         )
         if config is None:
-            self.layer_class_to_replicate = partial(ContiguousLayer, self.options)
-        self._static_room = StaticRoom(max_cache_len) if static and max_cache_len else None
+            self.layer_class_to_replicate = partial(convert.full_attention_layer, self.options, -1)
+        self._updated_last: int | None = None
+        self._static_room = StaticRoom(max_cache_len) if static and max_cache_len is not None else None
         for layer_idx, states in enumerate(data or ()):
-            self._fill_layer(layer_idx, *states)
+            self._fill_layer(layer_idx, states)
 
     @classmethod
     def for_model(cls, model: PreTrainedModel, batch_size: int | None = None, **options: Any) -> MemOSCache:
@@ -113,21 +131,21 @@ class MemOSCache(DynamicCache):  # type: ignore[misc]
         **options
             As for the constructor.
         """
+        if not isinstance(getattr(model, "config", None), PretrainedConfig):
+            raise TypeError(f"model: expected a transformers model, got {type(model).__name__}")
+        if batch_size is not None and (
+            isinstance(batch_size, bool) or not isinstance(batch_size, int) or batch_size < 1
+        ):
+            raise ValueError(f"batch_size: expected an int of at least 1 or None, got {batch_size!r}")
         cache = cls(model.config, **options)
-        if batch_size is not None:
-            if isinstance(batch_size, bool) or not isinstance(batch_size, int) or batch_size < 1:
-                raise ValueError(f"batch_size: expected an int of at least 1 or None, got {batch_size!r}")
-            heads, head_dim = expected_shape(model.config.get_text_config(decoder=True))
-            devices = layer_devices(model)
-            for layer_idx, layer in enumerate(cache.layers):
-                if getattr(layer, "supports_early_init", False):
-                    like = torch.empty(
-                        (batch_size, heads, 0, head_dim), dtype=model.dtype, device=devices.get(layer_idx, model.device)
-                    )
-                    if cache.options.static:
-                        initialise_static(layer, like, like)
-                    else:
-                        layer.lazy_initialization(like, like)
+        for layer_idx, states in expected_states(model, batch_size) if batch_size is not None else ():
+            layer = cache.layers[layer_idx] if layer_idx < len(cache.layers) else None
+            if not getattr(layer, "supports_early_init", False):
+                continue
+            if cache.options.static:
+                prepare_static(layer, states, states)
+            elif isinstance(layer, BufferedLayer):
+                layer.lazy_initialization(states, states)
         return cache
 
     @classmethod
@@ -141,9 +159,9 @@ class MemOSCache(DynamicCache):  # type: ignore[misc]
         """
         if not isinstance(cache, DynamicCache):
             raise TypeError(f"cache: expected a DynamicCache or MemOSCache, got {type(cache).__name__}")
-        result = cls(**options)
-        if result.options.static or (isinstance(cache, MemOSCache) and cache.options.static):
+        if options.get("static") or (isinstance(cache, MemOSCache) and cache.options.static):
             raise ValueError("from_cache: a static cache is filled by the model and cannot be converted")
+        result = cls(**options)
         result.layers = [convert.from_dynamic(layer, result.options) for layer in cache.layers]
         if cache.layer_class_to_replicate is None:
             result.layer_class_to_replicate = None
@@ -174,9 +192,17 @@ class MemOSCache(DynamicCache):  # type: ignore[misc]
         """
         self._check_room(key_states.shape[-2], layer_idx)
         if self.options.static:
-            initialise_static(self.layers[layer_idx], key_states, value_states)
+            prepare_static(self.layers[layer_idx], key_states, value_states)
+        elif self.options.quantization is not None:
+            self._seal_prompt(layer_idx)
         states: tuple[Tensor, Tensor] = super().update(key_states, value_states, layer_idx, *args, **kwargs)
         return states
+
+    def _seal_prompt(self, layer_idx: int) -> None:
+        """Seal what a long prompt left in the layer before: one layer at a time is in full precision."""
+        previous, self._updated_last = self._updated_last, layer_idx
+        if previous not in (None, layer_idx) and isinstance(self.layers[previous], BlockLayer):
+            self.layers[previous].seal(at_least=PROMPT_BLOCKS)
 
     def update_conv_state(self, conv_states: Tensor, layer_idx: int, state_idx: int = 0, **kwargs: Any) -> Tensor:
         """Store the convolution state of a linear-attention layer; see `Cache.update_conv_state`."""
@@ -198,7 +224,11 @@ class MemOSCache(DynamicCache):  # type: ignore[misc]
         Models ask before their first layer runs. So where something is written before the first attention layer's
         update (recurrent states), or where that update is compiled, the ceiling is checked here already.
         """
-        if self.options.max_cache_len is not None and (self.options.static or any(self.is_linear)):
+        if self._static_room is not None:
+            static = self._first_full_static_layer()
+            if static is not None:
+                self._static_room.check_announced(static, query_length)
+        elif self.options.max_cache_len is not None and self._has_recurrent_states():
             self._check_room(query_length, self._first_attention_layer)
         sizes: tuple[int, int] = super().get_mask_sizes(query_length, layer_idx)
         return sizes
@@ -209,6 +239,12 @@ class MemOSCache(DynamicCache):  # type: ignore[misc]
             return self.options.max_cache_len or -1
         length: int = super().get_max_length(layer_idx)
         return length
+
+    def __iter__(self) -> Iterator[tuple[Tensor | None, Tensor | None, Tensor | None]]:
+        """For each layer its keys, values and window (a tensor, or `None`): copies, which later updates leave alone."""
+        for layer in self.layers:
+            keys, values = layer.copied() if isinstance(layer, BufferedLayer) else (layer.keys, layer.values)
+            yield keys, values, getattr(layer, "_sliding_window_tensor", None)
 
     def reset(self) -> None:
         """Forget all tokens; preallocated memory is kept for the next prompt."""
@@ -277,6 +313,9 @@ class MemOSCache(DynamicCache):  # type: ignore[misc]
     def _first_attention_layer(self) -> int | None:
         return next((idx for idx, layer in enumerate(self.layers) if isinstance(layer, CacheLayerMixin)), None)
 
+    def _has_recurrent_states(self) -> bool:
+        return any(isinstance(layer, LinearAttentionCacheLayerMixin) for layer in self.layers)
+
     def _tokens(self) -> int:
         idx = self._first_attention_layer
         return 0 if idx is None else int(self.layers[idx].get_seq_length())
@@ -285,15 +324,28 @@ class MemOSCache(DynamicCache):  # type: ignore[misc]
         """Raise if any layer would pass the ceiling, before the first layer stores anything."""
         if self.options.max_cache_len is None or layer_idx != self._first_attention_layer:
             return
-        for layer in self.layers:
-            if isinstance(layer, ContiguousLayer):
-                layer.check_room(new_tokens)
-            elif self._static_room is not None and isinstance(layer, StaticLayer) and not layer.is_sliding:
-                self._static_room.check(layer, new_tokens)
-                return  # the length of one static layer is that of all
+        static = self._first_full_static_layer()
+        if self._static_room is not None and static is not None:
+            self._static_room.check(static, new_tokens)
+        elif self._static_room is None:
+            for layer in self.layers:
+                if isinstance(layer, BufferedLayer):
+                    layer.check_room(new_tokens)
+                elif isinstance(layer, CacheLayerMixin):
+                    check_ceiling(self.options.max_cache_len, layer.get_seq_length(), new_tokens)
 
-    def _fill_layer(self, layer_idx: int, keys: Tensor | None, values: Tensor | None, window: Any = None) -> None:
+    def _first_full_static_layer(self) -> Any:
+        """The length of one is that of all; a static window drops what is too much and is never full."""
+        return next((layer for layer in self.layers if isinstance(layer, StaticLayer) and not layer.is_sliding), None)
+
+    def _fill_layer(self, layer_idx: int, states: Any) -> None:
         """Put one layer of `DynamicCache`'s per-layer data where it belongs."""
+        if not isinstance(states, (tuple, list)) or len(states) not in (2, 3):
+            raise TypeError(
+                f"first argument: expected (keys, values) or (keys, values, window) for layer {layer_idx}, "
+                f"got {states!r}"
+            )
+        keys, values, window = (*states, None)[:3]
         if self.layer_class_to_replicate is not None:
             layer = ContiguousLayer(self.options) if window is None else SlidingLayer(self.options, int(window))
             self.layers.append(layer)
@@ -313,7 +365,7 @@ def _config_and_data(source: Any, config: Any, data: Any) -> tuple[PretrainedCon
         data = source
     if config is not None and not isinstance(config, PretrainedConfig):
         raise TypeError(f"config: expected a PretrainedConfig, such as model.config, got {type(config).__name__}")
-    if data is not None and (isinstance(data, (str, bytes)) or not isinstance(data, Iterable)):
+    if data is not None and (isinstance(data, (str, bytes, Mapping)) or not isinstance(data, Iterable)):
         raise TypeError(
             "first argument: expected a PretrainedConfig, such as model.config, or an iterable of per-layer "
             f"(keys, values), got {type(data).__name__}"
@@ -327,6 +379,7 @@ def _check_use(options: CacheOptions, config: PretrainedConfig | None, data: Any
         raise ValueError("static=True: expected a config to take the layers from, got None")
     refuse_combinations(
         static=options.static,
+        quantization=options.quantization is not None,
         offloading=offloading,
         per_layer_data=data is not None,
         flash_attention=config is not None and _asks_for_flash(config),
@@ -351,6 +404,6 @@ def _layers_for(config: PretrainedConfig, options: CacheOptions) -> list[Any]:
             for layer_type, kwargs in zip(layer_types, layer_kwargs, strict=True)
         ]
     return [
-        convert.replacement_for(DYNAMIC_LAYER_TYPE_MAPPING[layer_type], options, kwargs)
-        for layer_type, kwargs in zip(layer_types, layer_kwargs, strict=True)
+        convert.replacement_for(DYNAMIC_LAYER_TYPE_MAPPING[layer_type], options, layer_idx, kwargs)
+        for layer_idx, (layer_type, kwargs) in enumerate(zip(layer_types, layer_kwargs, strict=True))
     ]

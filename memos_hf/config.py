@@ -6,6 +6,10 @@ import math
 from dataclasses import dataclass
 from typing import Any, Literal, get_args
 
+from .blocks.codecs import Axis, CodecSpec, Kind, is_power_of_two
+
+Bits = Literal[8, 4, 2, "fp8", "full"]
+Preset = Literal["int8", "int4", "int2", "fp8"]
 Layout = Literal["head_major", "seq_major"]
 
 DEFAULT_INITIAL_CAPACITY = 256
@@ -14,10 +18,97 @@ DEFAULT_INITIAL_CAPACITY = 256
 REFUSED_COMBINATIONS = (
     ("static", "initial_capacity", "a static cache allocates max_cache_len tokens at once"),
     ("static", "layout", "a static cache uses transformers' static layers, which are head-major"),
+    ("static", "quantization", "blocks are sealed at shapes that change"),
+    ("quantization", "layout", "blocks have a layout of their own"),
+    ("quantization", "offloading", "a layer of blocks cannot be moved as a whole"),
     ("static", "offloading", "a compiled step cannot move layers between devices"),
     ("static", "per-layer data", "a static cache is filled by the model, not from tensors"),
     ("static", "flash attention", "it cannot be compiled with a cache of fixed shape"),
 )
+
+
+KINDS: dict[Any, Kind] = {8: "int8", 4: "int4", 2: "int2", "fp8": "fp8", "full": "full"}
+
+
+@dataclass(frozen=True)
+class KVQuantizationConfig:
+    """How sealed blocks are encoded.
+
+    Parameters
+    ----------
+    key_bits, value_bits : {8, 4, 2, "fp8", "full"}
+        Bits of one element; "fp8" is e4m3, "full" keeps the model's dtype.
+    key_axis : {"token", "channel", "tensor"}
+        What shares a scale: the channels of one token (and head), the tokens of one channel (as in KIVI,
+        arXiv:2402.02750), or everything, by one fixed scale.
+    value_axis : {"token", "tensor"}
+    group_size : int, optional
+        Elements that share a scale; `None`: all channels of a token, or all tokens of a block.
+    sink_tokens : int
+        First real tokens of each row that are kept exact too.
+    residual_tokens : int
+        Newest tokens that are exact, at least; rounded up to whole blocks.
+    rotation : {"hadamard"}, optional
+        Spread outliers over channels before encoding (QuaRot, arXiv:2404.00456); for head dims that are powers of two.
+    skip_layers : tuple of int
+        Layers that stay in full precision.
+
+    Raises
+    ------
+    TypeError, ValueError
+        Naming the option, what was expected and what came.
+    """
+
+    key_bits: Bits = 8
+    value_bits: Bits = 8
+    key_axis: Axis = "token"
+    value_axis: Axis = "token"
+    group_size: int | None = None
+    sink_tokens: int = 4
+    residual_tokens: int = 128
+    rotation: Literal["hadamard"] | None = None
+    skip_layers: tuple[int, ...] = ()
+
+    def __post_init__(self) -> None:
+        for name in ("key_bits", "value_bits"):
+            if getattr(self, name) not in get_args(Bits):
+                raise ValueError(f"{name}: expected one of {get_args(Bits)}, got {getattr(self, name)!r}")
+        if self.key_axis not in get_args(Axis):
+            raise ValueError(f"key_axis: expected one of {get_args(Axis)}, got {self.key_axis!r}")
+        if self.value_axis not in ("token", "tensor"):
+            raise ValueError(f"value_axis: expected 'token' or 'tensor', got {self.value_axis!r}")
+        if self.rotation not in (None, "hadamard"):
+            raise ValueError(f"rotation: expected 'hadamard' or None, got {self.rotation!r}")
+        _check_positive_int("group_size", self.group_size)
+        for name in ("sink_tokens", "residual_tokens"):
+            value = getattr(self, name)
+            if isinstance(value, bool) or not isinstance(value, int) or value < 0:
+                raise ValueError(f"{name}: expected an int of at least 0, got {value!r}")
+        if not all(isinstance(layer, int) for layer in self.skip_layers):
+            raise TypeError(f"skip_layers: expected a tuple of layer indices, got {self.skip_layers!r}")
+
+    @classmethod
+    def of(cls, quantization: KVQuantizationConfig | Preset) -> KVQuantizationConfig:
+        """A preset by its name, or a config as it is."""
+        if isinstance(quantization, KVQuantizationConfig):
+            return quantization
+        if quantization not in PRESETS:
+            raise ValueError(
+                f"quantization: expected a KVQuantizationConfig or one of {tuple(PRESETS)}, got {quantization!r}"
+            )
+        return PRESETS[quantization]
+
+    def specs(self, key_dim: int, value_dim: int, block_size: int) -> tuple[CodecSpec, CodecSpec]:
+        """Codecs for keys and values of these head dims. A preset adapts to any, what was asked for is kept."""
+        keys, values = self._spec(self.key_bits, self.key_axis), self._spec(self.value_bits, self.value_axis)
+        if self in PRESETS.values():
+            return keys.fitted_to(key_dim, block_size), values.fitted_to(value_dim, block_size)
+        return keys, values
+
+    def _spec(self, bits: Bits, axis: Axis) -> CodecSpec:
+        if bits == "full":
+            return CodecSpec()
+        return CodecSpec(KINDS[bits], axis, None if axis == "tensor" else self.group_size, self.rotation)
 
 
 @dataclass(frozen=True)
@@ -35,6 +126,10 @@ class CacheOptions:
     layout : {"head_major", "seq_major"}
         Order in memory: `[batch, head, token, dim]` or `[batch, token, head, dim]`. Attention reads the first
         faster; the second is kept to be measured against.
+    block_size : int
+        Tokens in a sealed block, a power of two of at least 8.
+    quantization : KVQuantizationConfig or {"int8", "int4", "int2", "fp8"}, optional
+        How sealed blocks are encoded; `None`: no blocks, one contiguous buffer.
     static : bool
         Fixed shapes of `max_cache_len` tokens, for `torch.compile` and CUDA graphs.
 
@@ -49,6 +144,8 @@ class CacheOptions:
     growth_factor: float = 1.5
     layout: Layout = "head_major"
     static: bool = False
+    quantization: KVQuantizationConfig | None = None
+    block_size: int = 128
 
     def __post_init__(self) -> None:
         _check_positive_int("initial_capacity", self.initial_capacity)
@@ -63,8 +160,15 @@ class CacheOptions:
             raise TypeError(f"static: expected True or False, got {self.static!r}")
         if self.static and self.max_cache_len is None:
             raise ValueError("static=True: expected max_cache_len, the number of tokens to allocate, got None")
+        if isinstance(self.block_size, bool) or not isinstance(self.block_size, int):
+            raise TypeError(f"block_size: expected an int, got {self.block_size!r}")
+        if self.block_size < 8 or not is_power_of_two(self.block_size):
+            raise ValueError(f"block_size: expected a power of two of at least 8, got {self.block_size}")
         refuse_combinations(
-            static=self.static, initial_capacity=self.initial_capacity is not None, layout=self.layout != "head_major"
+            static=self.static,
+            initial_capacity=self.initial_capacity is not None,
+            layout=self.layout != "head_major",
+            quantization=self.quantization is not None,
         )
         if (
             self.initial_capacity is not None
@@ -93,6 +197,8 @@ def refuse_combinations(**used: bool) -> None:
     **used : bool
         Whether each option, named as in `REFUSED_COMBINATIONS` with spaces and hyphens as underscores, is in use.
     """
+    known = {_identifier(option) for pair in REFUSED_COMBINATIONS for option in pair[:2]}
+    assert used.keys() <= known, used.keys() - known
     for first, second, reason in REFUSED_COMBINATIONS:
         if used.get(_identifier(first)) and used.get(_identifier(second)):
             raise ValueError(f"{first} cannot be combined with {second}: {reason}")
@@ -109,3 +215,11 @@ def _check_positive_int(name: str, value: Any) -> None:
         raise TypeError(f"{name}: expected an int or None, got {value!r}")
     if value <= 0:
         raise ValueError(f"{name}: expected at least 1, got {value}")
+
+
+PRESETS: dict[str, KVQuantizationConfig] = {
+    "int8": KVQuantizationConfig(),
+    "fp8": KVQuantizationConfig(key_bits="fp8", value_bits="fp8"),
+    "int4": KVQuantizationConfig(4, 4, key_axis="channel", group_size=32, rotation="hadamard"),
+    "int2": KVQuantizationConfig(2, 2, key_axis="channel", group_size=32, rotation="hadamard"),
+}

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from .layers import BufferedLayer
+from .layers import BlockLayer, BufferedLayer
 
 
 @dataclass(frozen=True)
@@ -78,13 +78,23 @@ class CacheStats:
         Times the buffers grew; layers that grow at the same length count as one.
     growths_by_device : dict[str, int]
         The same for the layers of each device.
+    seals : int
+        Blocks encoded, over all rows and layers.
+    damaged_tokens : int
+        Tokens with a NaN or infinity among those encoded, counted for K and for V.
+    fused_calls, materialised_calls : int
+        Attention calls that read encoded blocks in place, and those for which a layer was decoded.
     """
 
     growths: int = 0
     growths_by_device: dict[str, int] = field(default_factory=dict)
+    seals: int = 0
+    damaged_tokens: int = 0
+    fused_calls: int = 0
+    materialised_calls: int = 0
 
 
-def memory_report(layers: Iterable[Any]) -> MemoryReport:
+def memory_report(layers: Sequence[Any]) -> MemoryReport:
     """Add up what `layers`, of ours or of transformers, hold; a storage that several hold counts once."""
     used: dict[str, int] = {}
     allocated: dict[str, int] = {}
@@ -105,8 +115,13 @@ def memory_report(layers: Iterable[Any]) -> MemoryReport:
     by_device = {
         device: DeviceMemory(used.get(device, 0), allocated[device], shared.get(device, 0)) for device in allocated
     }
-    total_used = sum(used.values())
-    return MemoryReport(total_used, sum(allocated.values()), sum(shared.values()), total_used, by_device)
+    full = sum(
+        layer.full_precision_bytes
+        if isinstance(layer, BufferedLayer)
+        else sum(count for _, count in _used_bytes(layer))
+        for layer in layers
+    )
+    return MemoryReport(sum(used.values()), sum(allocated.values()), sum(shared.values()), full, by_device)
 
 
 def cache_stats(layers: Iterable[Any]) -> CacheStats:
@@ -116,7 +131,15 @@ def cache_stats(layers: Iterable[Any]) -> CacheStats:
         if isinstance(layer, BufferedLayer) and layer.device is not None:
             device = str(layer.device)
             by_device[device] = max(by_device.get(device, 0), layer.buffer.growths)
-    return CacheStats(growths=max(by_device.values(), default=0), growths_by_device=by_device)
+    blocks = [layer for layer in layers if isinstance(layer, BlockLayer)]
+    return CacheStats(
+        growths=max(by_device.values(), default=0),
+        growths_by_device=by_device,
+        seals=sum(layer.seals for layer in blocks),
+        damaged_tokens=sum(layer.damaged_tokens for layer in blocks),
+        fused_calls=sum(layer.fused_calls for layer in blocks),
+        materialised_calls=sum(layer.materialised_calls for layer in blocks),
+    )
 
 
 def format_bytes(count: float) -> str:
@@ -130,13 +153,14 @@ def format_bytes(count: float) -> str:
 
 def _used_bytes(layer: Any) -> Iterator[tuple[str, int]]:
     if isinstance(layer, BufferedLayer):
-        tensors: Iterable[Tensor] = (t for t in (layer.keys, layer.values) if t is not None)
-    else:
-        tensors = _held_tensors(layer)
-        length = getattr(layer, "cumulative_length", None)
-        if isinstance(length, Tensor) and layer.is_initialized:  # a static layer, valid up to its length
-            held = min(int(layer.get_seq_length()), layer.max_cache_len)
-            tensors = (layer.keys[:, :, :held], layer.values[:, :, :held])
+        if layer.is_initialized:
+            yield str(layer.buffer.tensors[0].device), layer.used_bytes
+        return
+    tensors: Iterable[Tensor] = _held_tensors(layer)
+    length = getattr(layer, "cumulative_length", None)
+    if isinstance(length, Tensor) and layer.is_initialized:  # a static layer, valid up to its length
+        held = min(int(layer.get_seq_length()), layer.max_cache_len)
+        tensors = (layer.keys[:, :, :held], layer.values[:, :, :held])
     for tensor in tensors:
         yield str(tensor.device), tensor.numel() * tensor.element_size()
 
@@ -144,7 +168,7 @@ def _used_bytes(layer: Any) -> Iterator[tuple[str, int]]:
 def _held_tensors(layer: Any) -> Iterator[Tensor]:
     """Every tensor of a layer that holds cached data; scalars that count or configure are left out."""
     if isinstance(layer, BufferedLayer):
-        yield from layer.buffer.tensors if layer.buffer.allocated else ()
+        yield from layer.held_tensors()
         return
     pending: list[Any] = list(vars(layer).values())
     while pending:

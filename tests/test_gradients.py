@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from tiny import dynamic, forward, generate, llama, mistral, token_ids
+from tiny import dynamic, forward, generate, llama, mistral, random_states, token_ids
 
 from memos_hf import MemOSCache
 
@@ -99,3 +99,45 @@ def test_a_plain_call_in_a_notebook_then_generate():
     assert torch.equal(forward(model, ids[:, :5], cache).logits, forward(model, ids[:, :5], reference).logits)
     assert torch.equal(generate(model, ids, cache), generate(model, ids, reference))
     assert not cache.layers[0].keys.requires_grad
+
+
+def test_plain_tensors_are_appended_in_place_although_gradients_could_be_recorded():
+    cache = MemOSCache(initial_capacity=64)
+    first, _ = cache.update(*random_states(tokens=5), 0)
+    second, _ = cache.update(*random_states(tokens=1), 0)
+    assert torch.is_grad_enabled()
+    assert first.data_ptr() == second.data_ptr() == cache.layers[0].keys.data_ptr()
+    assert cache.layers[0].buffer.capacity == 64
+
+
+@pytest.mark.parametrize("forget", ["reset", "crop"])
+def test_what_a_graph_read_is_not_written_after_it_was_forgotten(forget):
+    cache, query = MemOSCache(initial_capacity=64), torch.randn(1, 2, 1, 8, requires_grad=True)
+    with torch.no_grad():
+        cache.update(*random_states(tokens=6), 0)
+    keys = cache.layers[0].keys
+    expected = (keys.detach().clone() * 2 * (query * keys).sum(-1, keepdim=True)).sum(2, keepdim=True).detach()
+    loss = (query * keys).sum(-1).square().sum()
+    cache.reset() if forget == "reset" else cache.crop(-3)
+    with torch.no_grad():
+        cache.update(*random_states(tokens=4), 0)
+    loss.backward()
+    torch.testing.assert_close(query.grad, expected)
+
+
+def test_recorded_states_are_held_once():
+    cache = MemOSCache()
+    keys = torch.randn(1, 2, 5000, 8, requires_grad=True)
+    cache.update(keys, keys, 0)
+    assert cache.memory().allocated_bytes == 2 * keys.numel() * 4
+
+
+def test_function_transforms_go_through_the_cache():
+    def energy(states: torch.Tensor) -> torch.Tensor:
+        cache = MemOSCache()
+        cache.update(states[:, :, :2], states[:, :, :2], 0)
+        keys, values = cache.update(states[:, :, 2:], states[:, :, 2:], 0)
+        return (keys * values).sum()
+
+    states = random_states(tokens=4)[0]
+    torch.testing.assert_close(torch.func.grad(energy)(states), 2 * states)

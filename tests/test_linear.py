@@ -170,3 +170,12 @@ def test_a_ceiling_stops_a_hybrid_before_its_recurrent_layers_write():
         with pytest.raises(ValueError, match="max_cache_len"):
             forward(model, token_ids(1, 3, seed=1), cache)
     assert torch.equal(cache.layers[0].recurrent_states[0], state)
+
+
+@pytest.mark.parametrize("build", HYBRIDS)
+def test_every_kind_of_layer_heeds_the_ceiling(build):
+    model = build()
+    cache = MemOSCache(model.config, max_cache_len=10)
+    with pytest.raises(ValueError, match="max_cache_len: the cache may hold 10 tokens"):
+        generate(model, token_ids(1, 8), cache, new_tokens=20)
+    assert cache.get_seq_length() == 10

@@ -1,5 +1,6 @@
 """accelerate places the layers: device maps, offloaded weights, tensor parallelism."""
 
+import copy
 import os
 import socket
 import subprocess
@@ -9,8 +10,15 @@ from pathlib import Path
 import pytest
 import torch
 from accelerate import cpu_offload, dispatch_model
+from families import FAMILIES, Subject, greedy
 from tiny import CACHE_ARGUMENT, SHAPE, dynamic, generate, llama, token_ids
-from transformers import AutoModelForCausalLM, DeepseekV3Config, DeepseekV3ForCausalLM, LlamaForCausalLM
+from transformers import (
+    AutoModelForCausalLM,
+    DeepseekV3Config,
+    DeepseekV3ForCausalLM,
+    EncoderDecoderCache,
+    LlamaForCausalLM,
+)
 
 from memos_hf import MemOSCache
 from memos_hf.placement import layer_devices, mapped_device
@@ -33,9 +41,11 @@ def test_offloaded_weights_are_computed_on_the_first_accelerator(device_map, exp
     assert mapped_device("model.layers.1.self_attn", device_map) == torch.device(expected)
 
 
-def test_a_device_map_that_misses_a_layer_is_refused():
-    with pytest.raises(ValueError, match=r"hf_device_map: expected an entry that covers model\.layers\.1"):
-        mapped_device("model.layers.1.self_attn", {"model.layers.0": 0})
+def test_a_module_that_the_device_map_does_not_name_is_where_its_weights_are():
+    assert mapped_device("base_model.model.layers.1.self_attn", {"model.layers.1": 0}) is None
+    model = copy.deepcopy(llama())
+    model.hf_device_map = {"somewhere.else": 0}
+    assert layer_devices(model) == dict.fromkeys(range(3), torch.device("cpu"))
 
 
 def test_without_a_device_map_a_layers_cache_is_where_its_weights_are():
@@ -161,3 +171,27 @@ def test_two_tensor_parallel_processes_give_the_tokens_of_one(saved_model, tmp_p
     found = torch.load(result)
     assert torch.equal(found["answer"], generate(llama(), ids, dynamic(llama())))
     assert found["heads"] == 1, "each process holds one of the two key-value heads"
+
+
+@pytest.mark.parametrize("family", FAMILIES, ids=lambda family: family.name)
+def test_every_family_can_be_preallocated_for(family):
+    model = family.build()
+    cache = MemOSCache.for_model(model, batch_size=3)
+    assert cache.memory().used_bytes == 0
+    subject = Subject(model, family.encoder_features)
+    if model.config.is_encoder_decoder:
+        cache = EncoderDecoderCache(cache, MemOSCache.for_model(model))
+    torch.testing.assert_close(greedy(subject, cache), greedy(subject, subject.dynamic_cache()))
+
+
+@pytest.mark.parametrize("model", [3, llama().config, torch.nn.Linear(2, 2)])
+def test_what_is_not_a_model_is_refused(model):
+    with pytest.raises(TypeError, match="model: expected a transformers model"):
+        MemOSCache.for_model(model)
+
+
+def test_static_buffers_made_for_another_batch_are_made_anew():
+    model = llama()
+    cache = MemOSCache.for_model(model, batch_size=1, static=True, max_cache_len=24)
+    ids = token_ids(2, 6)
+    assert torch.equal(generate(model, ids, cache), generate(model, ids, dynamic(model)))

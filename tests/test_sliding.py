@@ -133,3 +133,11 @@ def test_conversion_keeps_the_window_and_the_length():
     assert cache.is_sliding == [True] * 3
     assert cache.get_seq_length() == 20
     assert cache.to_dynamic().get_mask_sizes(1, 0) == (8, 13)
+
+
+def test_the_ceiling_counts_the_tokens_that_left_the_window():
+    model = mistral()
+    cache = MemOSCache(model.config, max_cache_len=12)
+    with pytest.raises(ValueError, match="max_cache_len: the cache may hold 12 tokens, it holds 12 and 1 more came"):
+        generate(model, token_ids(1, 8), cache, new_tokens=20)
+    assert cache.get_seq_length() == cache.get_max_length() == 12

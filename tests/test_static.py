@@ -3,7 +3,7 @@
 import pytest
 import torch
 import torch._dynamo
-from tiny import SHAPE, VERSION, dynamic, forward, generate, llama, mistral, token_ids
+from tiny import SHAPE, VERSION, dynamic, forward, generate, llama, mistral, random_states, token_ids
 from torch._dynamo.testing import CompileCounterWithBackend
 from transformers import CompileConfig, Qwen3NextConfig, Qwen3NextForCausalLM, StaticCache
 
@@ -162,3 +162,41 @@ def test_memory_counts_what_is_valid_and_all_that_is_allocated():
         forward(model, token_ids(2, 5), cache)
     assert cache.memory().used_bytes == 5 * token
     assert cache.memory().allocated_bytes == 24 * token
+
+
+@pytest.mark.parametrize(
+    ("states", "error", "words"),
+    [
+        (random_states(batch=2, head_dim=16), ValueError, "key_states: expected batch size 1"),
+        (tuple(t.double() for t in random_states(head_dim=16)), TypeError, "key_states: expected dtype"),
+    ],
+)
+def test_states_that_do_not_fit_are_refused_and_change_nothing(states, error, words):
+    model = llama()
+    cache = static(model)
+    with torch.no_grad():
+        forward(model, token_ids(1, 5), cache)
+        before = content(cache)
+        with pytest.raises(error, match=words):
+            cache.update(*states, 0)
+    assert_unchanged(cache, before)
+
+
+def test_an_eager_call_after_compiled_steps_knows_how_full_the_cache_is():
+    model = llama()
+    cache = static(model, tokens=20)
+    torch._dynamo.reset()
+    step = torch.compile(model, fullgraph=True, backend="eager")
+    with torch.no_grad():
+        forward(model, token_ids(1, 1), cache)
+        for position in range(1, 17):
+            forward(step, token_ids(1, 1), cache, position_ids=torch.tensor([[position]]))
+        before = content(cache)
+        with pytest.raises(ValueError, match="it holds 17 and 5 more came"):
+            forward(model, token_ids(1, 5), cache)
+    assert_unchanged(cache, before)
+
+
+def test_conversion_into_a_static_cache_is_refused_with_the_reason():
+    with pytest.raises(ValueError, match="a static cache is filled by the model"):
+        MemOSCache.from_cache(dynamic(llama()), static=True, max_cache_len=8)

@@ -3,12 +3,14 @@
 import copy
 import gc
 import weakref
+from pathlib import Path
 
 import pytest
 import torch
 from tiny import CACHE_ARGUMENT, dynamic, forward, generate, llama, mistral, random_states, token_ids
 from transformers import Cache, DynamicCache
 
+import memos_hf
 from memos_hf import MemOSCache
 
 
@@ -331,3 +333,51 @@ def test_repr_is_one_line_that_says_what_it_holds():
     assert "\n" not in text
     assert text.startswith("MemOSCache(3 ContiguousLayer; 9 tokens, ")
     assert "no layers yet; 0 tokens" in repr(MemOSCache())
+
+
+def test_a_prefix_taken_by_iteration_does_not_change_with_the_cache():
+    cache, _ = pair_filled(llama())
+    prefix = [(keys, values) for keys, values, _ in cache]
+    before = [keys.clone() for keys, _ in prefix]
+    cache.crop(-5)
+    with torch.no_grad():
+        forward(llama(), token_ids(2, 5, seed=8), cache)
+    for (keys, _), old in zip(prefix, before, strict=True):
+        assert torch.equal(keys, old)
+
+
+def test_a_preallocated_cache_without_tokens_converts_into_an_empty_one():
+    model = llama()
+    cache = MemOSCache.for_model(model, batch_size=1)
+    for empty in (cache.to_dynamic(), MemOSCache.from_cache(cache), DynamicCache(cache)):
+        assert forward(model, token_ids(2, 4), empty).logits.shape[0] == 2
+
+
+def test_type_checkers_find_the_types():
+    assert (Path(memos_hf.__file__).parent / "py.typed").is_file()
+
+
+@pytest.mark.parametrize("indices", [torch.tensor([True]), torch.ones(5, dtype=torch.bool)])
+def test_a_mask_over_another_number_of_rows_is_refused(indices):
+    cache, _ = pair_filled(llama())
+    with pytest.raises(IndexError, match="expected a boolean mask over 2 rows"):
+        cache.batch_select_indices(indices)
+
+
+def test_no_rows_can_be_selected():
+    cache, theirs = pair_filled(llama())
+    cache.batch_select_indices([])
+    theirs.batch_select_indices([])
+    assert cache.layers[0].keys.shape == theirs.layers[0].keys.shape
+
+
+def test_a_part_of_a_token_cannot_be_cropped():
+    cache, _ = pair_filled(llama())
+    with pytest.raises(TypeError):
+        cache.crop(-1.5)
+
+
+@pytest.mark.parametrize("data", [[(torch.zeros(1, 1, 1, 1),)], [torch.zeros(2)], llama().config.to_dict()])
+def test_data_that_is_not_keys_and_values_is_refused(data):
+    with pytest.raises(TypeError, match="first argument: expected"):
+        MemOSCache(data)

@@ -1,7 +1,8 @@
 """The kinds of layer a cache is made of."""
 
 from .base import BufferedLayer
+from .blocks import BlockLayer
 from .contiguous import ContiguousLayer
 from .sliding import SlidingLayer
 
-__all__ = ["BufferedLayer", "ContiguousLayer", "SlidingLayer"]
+__all__ = ["BlockLayer", "BufferedLayer", "ContiguousLayer", "SlidingLayer"]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import operator
 from abc import abstractmethod
 from typing import Any
 
@@ -38,7 +39,7 @@ class BufferedLayer(CacheLayerMixin):  # type: ignore[misc]
     @property
     def keys(self) -> Tensor | None:
         """The valid keys, `[batch, heads, tokens, head_dim]`, a view; `None` before the first update."""
-        return self.buffer.halves()[0] if self.is_initialized else None
+        return self._lent(0)
 
     @keys.setter
     def keys(self, keys: Tensor | None) -> None:
@@ -47,11 +48,16 @@ class BufferedLayer(CacheLayerMixin):  # type: ignore[misc]
     @property
     def values(self) -> Tensor | None:
         """The valid values, `[batch, heads, tokens, head_dim]`, a view; `None` before the first update."""
-        return self.buffer.halves()[1] if self.is_initialized else None
+        return self._lent(1)
 
     @values.setter
     def values(self, values: Tensor | None) -> None:
         self._assign(self.buffer.halves()[0], values)
+
+    @property
+    def is_empty(self) -> bool:
+        """Whether there is nothing that the next update has to agree with."""
+        return self.buffer.start == self.buffer.end
 
     @property
     def dtype(self) -> torch.dtype | None:
@@ -75,9 +81,7 @@ class BufferedLayer(CacheLayerMixin):  # type: ignore[misc]
         """Allocate for K and V of these shapes, dtypes and device; their tokens are counted but not stored."""
         self.is_initialized = False
         self.buffer.allocate(key_states, value_states, self.growth_limit)
-        self.device = key_states.device
-        self._signatures = row_signature(key_states), row_signature(value_states)
-        self.is_initialized = True
+        self._take_geometry(key_states, value_states)
 
     def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
         """Append K and V, `[batch, heads, new_tokens, head_dim]`; return what the new tokens may attend to.
@@ -85,9 +89,17 @@ class BufferedLayer(CacheLayerMixin):  # type: ignore[misc]
         What is returned are views into the buffer that hold until the next call. A refused update changes nothing.
         """
         self.check_update(key_states, value_states)
-        if self.buffer.start == self.buffer.end:
-            self.lazy_initialization(key_states, value_states)
+        if self.is_empty:
+            if self.buffer.is_recorded(key_states, value_states):
+                self._take_geometry(key_states, value_states)  # `append` will concatenate and needs no buffer
+            else:
+                self.lazy_initialization(key_states, value_states)
         return self.append(key_states, value_states)
+
+    def _take_geometry(self, key_states: Tensor, value_states: Tensor) -> None:
+        self.device = key_states.device
+        self._signatures = row_signature(key_states), row_signature(value_states)
+        self.is_initialized = True
 
     @abstractmethod
     def append(self, key_states: Tensor, value_states: Tensor) -> tuple[Tensor, Tensor]:
@@ -108,10 +120,15 @@ class BufferedLayer(CacheLayerMixin):  # type: ignore[misc]
             )
         if self.buffer.shared:
             self.buffer.check_paired()
+        if self.options.max_cache_len is not None:
+            self.check_room(keys[2])
         signatures = row_signature(key_states), row_signature(value_states)
-        if signatures != self._signatures and self.buffer.length > 0:
-            _refuse("key_states", self._signatures[0], signatures[0])
-            _refuse("value_states", self._signatures[1], signatures[1])
+        if signatures != self._signatures and not self.is_empty:
+            refuse_geometry(self._signatures, signatures)
+
+    def check_room(self, new_tokens: int) -> None:
+        """Raise a `ValueError` if `new_tokens` more would pass the ceiling."""
+        check_ceiling(self.options.max_cache_len, self.get_seq_length(), new_tokens)
 
     def reset(self) -> None:
         """Forget all tokens. Memory of our own is kept for the next prompt, tensors handed over are dropped."""
@@ -129,17 +146,43 @@ class BufferedLayer(CacheLayerMixin):  # type: ignore[misc]
         if self.buffer.length == 0:
             return
         batch = self._signatures[0][0]
-        index = torch.as_tensor(indices, device=self.device)
+        index = torch.as_tensor(indices, device=self.buffer.tensors[0].device).flatten()
         if index.dtype == torch.bool:
+            if index.shape[0] != batch:
+                raise IndexError(f"indices: expected a boolean mask over {batch} rows, got one over {index.shape[0]}")
             index = index.nonzero().flatten()
+        index = index.long() if index.numel() == 0 else index
         self._take_rows(torch.where(index < 0, index + batch, index))
 
     def batch_repeat_interleave(self, repeats: int) -> None:
         """Repeat every row `repeats` times, copies side by side."""
         if self.buffer.length == 0:
             return
-        batch = self._signatures[0][0]
-        self._take_rows(torch.arange(batch, device=self.device).repeat_interleave(repeats))
+        rows = torch.arange(self._signatures[0][0], device=self.buffer.tensors[0].device)
+        self._take_rows(rows.repeat_interleave(repeats))
+
+    def held_tensors(self) -> list[Tensor]:
+        """Every tensor that the layer holds."""
+        return list(self.buffer.tensors) if self.buffer.allocated else []
+
+    @property
+    def used_bytes(self) -> int:
+        """Bytes of what is valid."""
+        if not self.is_initialized:
+            return 0
+        return sum(half.numel() * half.element_size() for half in self.buffer.halves() if half is not None)
+
+    @property
+    def full_precision_bytes(self) -> int:
+        """Bytes that the same tokens take without encoding."""
+        return self.used_bytes
+
+    def copied(self) -> tuple[Tensor | None, Tensor | None]:
+        """All valid K and V, `[batch, heads, tokens, head_dim]`, in tensors of their own; `None` if there are none."""
+        if self.is_empty:
+            return None, None
+        keys, values = self.buffer.view()
+        return keys.clone(), values.clone()
 
     def offload(self) -> None:
         """Move the valid tokens to host memory (`offloading=True` of transformers)."""
@@ -152,18 +195,26 @@ class BufferedLayer(CacheLayerMixin):  # type: ignore[misc]
 
     def _take_rows(self, index: Tensor) -> None:
         self.buffer.take_rows(index)
-        self._remember_signatures()
+        keys, values = self._signatures
+        self._signatures = (index.shape[0], *keys[1:]), (index.shape[0], *values[1:])
+
+    def _lent(self, half: int) -> Tensor | None:
+        return self.buffer.halves()[half] if self.is_initialized else None
 
     def _assign(self, keys: Tensor | None, values: Tensor | None) -> None:
         self.buffer.adopt(keys, values)
         self.is_initialized = keys is not None and values is not None
         if keys is not None and values is not None:
-            self._remember_signatures()
-            self.device = keys.device
+            self._take_geometry(keys, values)
 
-    def _remember_signatures(self) -> None:
-        keys, values = self.buffer.tensors
-        self._signatures = row_signature(keys), row_signature(values)
+
+def check_ceiling(ceiling: int | None, held: int, new_tokens: int) -> None:
+    """Raise a `ValueError` if `new_tokens` more than the `held` ones would pass the ceiling."""
+    if ceiling is not None and held + new_tokens > ceiling:
+        raise ValueError(
+            f"max_cache_len: the cache may hold {ceiling} tokens, it holds {held} and {new_tokens} more came; "
+            "nothing was stored"
+        )
 
 
 def removed_tokens(tokens_to_remove: int) -> int:
@@ -178,7 +229,13 @@ def removed_tokens(tokens_to_remove: int) -> int:
         raise ValueError(
             f"tokens_to_remove: expected a negative int, the number of tokens to remove, or 0, got {tokens_to_remove}"
         )
-    return -int(tokens_to_remove)
+    return -operator.index(tokens_to_remove)
+
+
+def refuse_geometry(expected: tuple[Any, ...], got: tuple[Any, ...]) -> None:
+    """Raise for the first difference between the row signatures of K and V that are held and that came."""
+    _refuse("key_states", expected[0], got[0])
+    _refuse("value_states", expected[1], got[1])
 
 
 def _refuse(argument: str, expected: tuple[Any, ...], got: tuple[Any, ...]) -> None:

@@ -22,9 +22,9 @@ class KVBuffer:
         head 0    | dropped  | valid ............ | room ........ |
         head 1    | dropped  | valid ............ | room ........ |
 
-    Only `view` reads, so nothing outside the valid part is ever seen. Only `append` writes, and never into memory
-    that somebody else may hold: tensors that were handed over (`adopt`) and tensors that an autograd graph may
-    have saved are replaced by a fresh allocation at the next append.
+    Only `view` reads, so nothing outside the valid part is ever seen. Only `append` writes, behind the valid part,
+    and never into memory that somebody else may hold: tensors that were handed over (`adopt`) are replaced by a fresh
+    allocation first. What an autograd graph may have saved is not written again after it was cropped or forgotten.
 
     Parameters
     ----------
@@ -44,6 +44,7 @@ class KVBuffer:
         self._keys: Tensor | None = None
         self._values: Tensor | None = None
         self._writable = False  # whether nobody else may hold the tensors
+        self._seen_by_graph = False  # whether views were given out while gradients are recorded
         self.capacity = 0  # tokens that fit before the next growth
         self.start = 0
         self.end = 0
@@ -101,20 +102,22 @@ class KVBuffer:
     def free(self) -> None:
         """Drop the tensors."""
         self._keys = self._values = None
-        self._writable = False
+        self._writable = self._seen_by_graph = False
         self.capacity = self.start = self.end = 0
 
     def adopt(self, keys: Tensor | None, values: Tensor | None) -> None:
         """Take tensors that somebody else may hold, as they are; every token of them is valid."""
         self._keys, self._values = keys, values
-        self._writable = False
+        self._writable = self._seen_by_graph = False
         self.start, self.end = 0, max((half.shape[2] for half in (keys, values) if half is not None), default=0)
         self.capacity = self.end
 
     def halves(self) -> tuple[Tensor | None, Tensor | None]:
         """What is valid of K and of V, each for itself: one may still be missing or of another length."""
         keys, values = (
-            half if half is None else half.narrow(2, self.start, min(self.end, half.shape[2]) - self.start)
+            half
+            if half is None
+            else self._readable(half).narrow(2, self.start, min(self.end, half.shape[2]) - self.start)
             for half in (self._keys, self._values)
         )
         return keys, values
@@ -133,10 +136,10 @@ class KVBuffer:
         limit : int, optional
             Growth stops at this many tokens, unless more are needed.
         """
-        if torch.is_grad_enabled():
-            # A graph may save what attention reads: leave that as it is, as concatenation does.
-            old_keys, old_values = self.view()
-            self.adopt(torch.cat([old_keys, keys], dim=2), torch.cat([old_values, values], dim=2))
+        if self.is_recorded(keys, values):
+            # A graph goes through the cache: out of place, as concatenation is.
+            old = self.view() if self.length else (keys[:, :, :0], values[:, :, :0])
+            self.adopt(torch.cat([old[0], keys], dim=2), torch.cat([old[1], values], dim=2))
             return
         count = keys.shape[2]
         if not self._writable or self.end + count > self.capacity:
@@ -147,12 +150,28 @@ class KVBuffer:
         own_values.narrow(2, end, count).copy_(values)
         self.end = end + count
 
+    def is_recorded(self, keys: Tensor, values: Tensor) -> bool:
+        """Whether gradients have to go through what is held or through `keys` and `values`."""
+        if not torch.is_grad_enabled():
+            return False
+        return any(half is not None and half.requires_grad for half in (keys, values, self._keys, self._values))
+
     def view(self, last: int | None = None) -> tuple[Tensor, Tensor]:
         """The valid K and V, or the `last` tokens of them, without a copy."""
         start = self.start if last is None else max(self.start, self.end - last)
         length = self.end - start
-        keys, values = self.tensors
+        keys, values = self._readable(self._keys), self._readable(self._values)
         return keys.narrow(2, start, length), values.narrow(2, start, length)
+
+    def _readable(self, half: Tensor | None) -> Tensor:
+        if half is None:
+            raise RuntimeError("this layer holds no keys and values yet")
+        if not torch.is_grad_enabled() or half.requires_grad:
+            return half
+        # A graph may save a view of it (of another tensor's queries) and would take the next append, behind that view,
+        # for a change. `data` has a version of its own; from now on nothing in front of the pointer is written.
+        self._seen_by_graph = True
+        return half.data
 
     def keep_last(self, tokens: int) -> None:
         """Forget all but the last `tokens`."""
@@ -160,6 +179,8 @@ class KVBuffer:
 
     def remove_last(self, tokens: int) -> None:
         """Forget the last `tokens`, or all if there are fewer."""
+        if tokens > 0:
+            self._leave_to_graph()
         self.end = max(self.start, self.end - tokens)
 
     def replace(self, keys: Tensor, values: Tensor, limit: int | None = None) -> None:
@@ -174,16 +195,27 @@ class KVBuffer:
 
     def clear(self) -> None:
         """Forget all tokens; the memory stays."""
+        self._leave_to_graph()
         self.start = self.end = 0
+
+    def _leave_to_graph(self) -> None:
+        """What a graph may have saved is about to be forgotten: do not write there."""
+        if self._seen_by_graph:
+            self._writable = False
 
     def take_rows(self, index: Tensor) -> None:
         """Make row `i` of the batch what row `index[i]` was. `index` is int64, on the tensors' device."""
         keys, values = self.view()
-        if torch.is_grad_enabled():
+        if self.is_recorded(keys, values):
             self.adopt(keys.index_select(0, index), values.index_select(0, index))
             return
         capacity = _aligned_capacity(self.capacity, keys, values)
         self._install(self._taken(keys, capacity, index), self._taken(values, capacity, index), self.length)
+
+    def shrink_to(self, tokens: int) -> None:
+        """Give back what a long prompt took, if the capacity is more than twice `tokens`."""
+        if self.capacity > 2 * tokens:
+            self._reallocate(max(tokens, self.length), self.tensors[0].device)
 
     def move_to(self, device: torch.device) -> None:
         """Move the valid part to another device, with the same capacity there."""
@@ -192,15 +224,17 @@ class KVBuffer:
 
     def _make_room(self, count: int, limit: int | None) -> None:
         needed = self.length + count
-        if self._writable and needed <= self.capacity:
+        if self._writable and needed <= self.capacity and not self._seen_by_graph:
             self._move_to_front()
             return
-        capacity = math.ceil(self.capacity * self.growth_factor)
+        capacity = self.capacity
+        if needed > capacity:
+            capacity = math.ceil(capacity * self.growth_factor)
         if limit is not None:
             capacity = min(capacity, limit)
-        if self._writable:
-            self.growths += 1
+        is_growth = self._writable and capacity > self.capacity
         self._reallocate(max(capacity, needed), self.tensors[0].device)
+        self.growths += is_growth
 
     def _move_to_front(self) -> None:
         length = self.length
@@ -218,7 +252,7 @@ class KVBuffer:
     def _install(self, keys: Tensor, values: Tensor, end: int) -> None:
         """Take new tensors of our own. Both exist by now: had memory run out for one, nothing would have changed."""
         self._keys, self._values = keys, values
-        self._writable = True
+        self._writable, self._seen_by_graph = True, False
         self.capacity = keys.shape[2]
         self.start, self.end = 0, end
 
@@ -243,7 +277,8 @@ class KVBuffer:
         # Outside inference mode, so that a cache filled there can go on anywhere.
         with torch.inference_mode(False):
             flat = torch.empty(size + slack, dtype=like.dtype, device=device or like.device)
-            offset = -flat.data_ptr() % ALIGNMENT_BYTES // like.element_size()
+            beyond = flat.data_ptr() % ALIGNMENT_BYTES
+            offset = (ALIGNMENT_BYTES - beyond) % ALIGNMENT_BYTES // like.element_size()
             flat = flat.narrow(0, offset, size)
             if self.seq_major:
                 return flat.view(batch, capacity, heads, head_dim).transpose(1, 2)

@@ -19,21 +19,6 @@ class ContiguousLayer(BufferedLayer):
         """The ceiling in tokens, if there is one."""
         return self.options.max_cache_len
 
-    def check_room(self, new_tokens: int) -> None:
-        """Raise a `ValueError` if `new_tokens` more would pass the ceiling."""
-        ceiling = self.options.max_cache_len
-        if ceiling is not None and self.buffer.length + new_tokens > ceiling:
-            raise ValueError(
-                f"max_cache_len: the cache may hold {ceiling} tokens, it holds {self.buffer.length} and "
-                f"{new_tokens} more came; nothing was stored"
-            )
-
-    def check_update(self, key_states: Tensor, value_states: Tensor) -> None:
-        """Raise if K and V cannot be appended to what is held, or pass the ceiling."""
-        super().check_update(key_states, value_states)
-        if self.options.max_cache_len is not None:
-            self.check_room(key_states.shape[2])
-
     def append(self, key_states: Tensor, value_states: Tensor) -> tuple[Tensor, Tensor]:
         """Append K and V; return views of all valid tokens."""
         self.buffer.append(key_states, value_states, self.growth_limit)

@@ -9,17 +9,27 @@ import torch
 from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer
 
 from ..config import CacheOptions
+from .base import BufferedLayer
+from .blocks import BlockLayer
 from .contiguous import ContiguousLayer
 from .sliding import SlidingLayer
 
 
-def replacement_for(layer_class: type, options: CacheOptions, layer_kwargs: dict[str, Any]) -> Any:
+def replacement_for(layer_class: type, options: CacheOptions, layer_idx: int, layer_kwargs: dict[str, Any]) -> Any:
     """The layer to use where transformers would use `layer_class`: one of ours for full and sliding attention."""
     if layer_class is DynamicLayer:
-        return ContiguousLayer(options)
+        return full_attention_layer(options, layer_idx)
     if layer_class is DynamicSlidingWindowLayer:
         return SlidingLayer(options, layer_kwargs["sliding_window"])
     return layer_class(**layer_kwargs)
+
+
+def full_attention_layer(options: CacheOptions, layer_idx: int) -> ContiguousLayer | BlockLayer:
+    """One contiguous buffer, or sealed blocks where quantization asks for them."""
+    quantization = options.quantization
+    if quantization is None or layer_idx in quantization.skip_layers:
+        return ContiguousLayer(options)
+    return BlockLayer(options, quantization)
 
 
 def from_dynamic(layer: Any, options: CacheOptions) -> Any:
@@ -32,8 +42,7 @@ def from_dynamic(layer: Any, options: CacheOptions) -> Any:
         return sliding
     if isinstance(layer, ContiguousLayer) or type(layer) is DynamicLayer:
         contiguous = ContiguousLayer(options)
-        if layer.get_seq_length() > 0:
-            contiguous.check_room(layer.get_seq_length())
+        contiguous.check_room(layer.get_seq_length())
         _fill(contiguous, layer)
         return contiguous
     return copy.deepcopy(layer)
@@ -52,16 +61,17 @@ def to_dynamic(layer: Any) -> Any:
 
 
 def _fill(layer: ContiguousLayer | SlidingLayer, source: Any) -> None:
-    if not source.is_initialized or source.keys.ndim != 4:
+    if source.get_seq_length() == 0:
         return
+    keys, values = source.buffer.view() if isinstance(source, BufferedLayer) else (source.keys, source.values)
     # The memory is new, so that only a graph behind the tensors themselves stands against writing in place.
-    with torch.set_grad_enabled(torch.is_grad_enabled() and source.keys.requires_grad):
-        layer.lazy_initialization(source.keys, source.values)
-        layer.buffer.append(source.keys, source.values, layer.growth_limit)
+    with torch.set_grad_enabled(torch.is_grad_enabled() and keys.requires_grad):
+        layer.lazy_initialization(keys, values)
+        layer.buffer.append(keys, values, layer.growth_limit)
 
 
 def _copied(source: ContiguousLayer | SlidingLayer, layer: Any) -> Any:
-    if source.is_initialized:
+    if source.get_seq_length() > 0:
         keys, values = source.buffer.view()
         layer.lazy_initialization(keys, values)
         layer.keys, layer.values = keys.clone(), values.clone()

@@ -1,0 +1,50 @@
+"""From a call of `scaled_dot_product_attention` to the kernel that reads encoded blocks in place."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from .op import decode_attention
+from .reference import Exact, Sealed, Sinks
+
+# More queries than these in one call are a prompt: decoding the layer once and the stock kernels are faster then.
+MOST_QUERIES = 32
+
+
+def attend_in_place(
+    query: Tensor,
+    tail: Exact,
+    sealed: Sealed,
+    sinks: Sinks | None,
+    mask: Tensor | None,
+    causal: bool,
+    scale: float | None,
+) -> Tensor | None:
+    """What `scaled_dot_product_attention` gives for few queries, or `None` where K and V have to be decoded.
+
+    Parameters
+    ----------
+    query : Tensor
+        `[batch, heads, queries, head_dim]`.
+    tail, sealed, sinks
+        What is cached; see :mod:`memos_hf.attention.reference`.
+    mask, causal, scale
+        As `scaled_dot_product_attention` takes them: a mask that broadcasts to `[batch, heads, queries, tokens]`, or
+        `causal` from the first token on, or neither: everything is seen.
+    """
+    batch, heads, queries, head_dim = query.shape
+    if queries > MOST_QUERIES or (causal and queries > 1):
+        return None
+    if torch.is_grad_enabled() and query.requires_grad:
+        return None  # the kernels compute no gradients
+    scale = head_dim**-0.5 if scale is None else scale
+    if mask is None:
+        # The kernels take a missing mask as causal at the end, which one query a head makes the same.
+        query = query.reshape(batch, heads * queries, 1, head_dim)
+    elif mask.ndim != 4 or mask.requires_grad:
+        return None
+    elif mask.shape[2] != queries:
+        mask = mask.expand(-1, -1, queries, -1)
+    output = decode_attention(query, tail, sealed, sinks, mask, scale)
+    return output.view(batch, heads, queries, -1)

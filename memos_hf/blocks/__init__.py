@@ -1,0 +1,1 @@
+"""Sealed blocks: how they are encoded, and the slots they live in."""

@@ -1,0 +1,389 @@
+"""Full attention over sealed blocks, encoded once and read in place, and an exact tail."""
+
+from __future__ import annotations
+
+import copy
+import itertools
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ..attention.dispatch import attend_in_place
+from ..attention.lazy import Role, stand_in
+from ..attention.reference import Exact, Sealed, Sinks
+from ..blocks.codecs import BlockCodec
+from ..blocks.pool import BlockPool
+from ..config import CacheOptions, KVQuantizationConfig
+from .base import BufferedLayer, removed_tokens
+from .buffer import row_signature
+
+# So many blocks are left to be sealed only by a prompt; they are sealed as soon as another layer is updated.
+PROMPT_BLOCKS = 4
+
+
+class BlockLayer(BufferedLayer):
+    """Every token of the sequence: sealed blocks of each row, then a tail in full precision.
+
+    ::
+
+        tokens ->     0 ..... 127 | 128 ... 255 | 256 ... 383 | 384 ....... 600
+        each row     [ sealed     |  sealed     |  sealed     |  tail ......... ]
+                       encoded, immutable, reference-counted     exact: residual window and one open block
+
+    A block is sealed at the start of an update that finds the residual window and a whole block in the tail. So the
+    step that brought tokens reads them exact, and drafts that were rejected have been cropped off by then. A block is
+    never decoded and encoded again. All rows have equally many entries of equal lengths, as rows advance together; a
+    crop into a sealed block shortens its entry.
+
+    Parameters
+    ----------
+    options : CacheOptions
+    quantization : KVQuantizationConfig
+        How blocks are encoded.
+    """
+
+    def __init__(self, options: CacheOptions, quantization: KVQuantizationConfig) -> None:
+        self.block_size = options.block_size
+        self.residual = -(-quantization.residual_tokens // self.block_size) * self.block_size
+        super().__init__(options, self.residual + self.block_size)
+        self.quantization = quantization
+        self.version = 0  # of what stand-ins read; they have no data of their own
+        self.seals = self.damaged_tokens = self.fused_calls = self.materialised_calls = 0
+        self._pool: BlockPool | None = None
+        self._table: list[list[int]] = []
+        self._forget_blocks()
+
+    def _forget_blocks(self) -> None:
+        self._table = []  # of each row, the slots of its entries
+        self._entry_tokens: list[int] = []  # of each entry, its valid tokens
+        self._sinks: Sinks | None = None
+        self._first_real: Tensor | None = None  # of each row, its first token that is not padding
+        self._read_with: Sealed | None = None  # table and starts on the device, made when needed
+
+    @property
+    def growth_limit(self) -> int | None:
+        """None: the tail is short, and the blocks have arenas of their own."""
+        return None
+
+    @property
+    def sealed_tokens(self) -> int:
+        """Tokens of each row that are in sealed blocks."""
+        return sum(self._entry_tokens)
+
+    @property
+    def is_empty(self) -> bool:
+        """Whether neither blocks nor tail hold a token."""
+        return not self._entry_tokens and super().is_empty
+
+    def check_update(self, key_states: Tensor, value_states: Tensor) -> None:
+        """Raise if K and V cannot be appended to what is held, pass the ceiling, or cannot be encoded."""
+        super().check_update(key_states, value_states)
+        if self.is_empty:
+            self._codecs(key_states, value_states)
+
+    def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
+        """Allocate the tail, and arenas for `initial_capacity` tokens of each row beside it."""
+        super().lazy_initialization(key_states, value_states)
+        self._slots()
+
+    def _take_geometry(self, key_states: Tensor, value_states: Tensor) -> None:
+        if (row_signature(key_states), row_signature(value_states)) != self._signatures:
+            self._pool = None
+        super()._take_geometry(key_states, value_states)
+        self._forget_blocks()
+
+    def _slots(self) -> BlockPool:
+        """The pool, made for the shapes of the tail where there is none."""
+        if self._pool is None:
+            keys, values = self.buffer.tensors
+            tokens = max(self.options.first_capacity - self.residual, self.block_size)
+            count = keys.shape[0] * -(-tokens // self.block_size)
+            codecs = self._codecs(keys, values)
+            self._pool = BlockPool(*codecs, keys.shape[1], keys.device, count, self.options.growth_factor)
+        return self._pool
+
+    def _lent(self, half: int) -> Tensor | None:
+        return self.decode("key" if half == 0 else "value") if self.is_initialized else None
+
+    def copied(self) -> tuple[Tensor | None, Tensor | None]:
+        """All K and V, decoded, in tensors of their own; `None` if there are none."""
+        return (None, None) if self.is_empty else (self.decode("key").clone(), self.decode("value").clone())
+
+    def _assign(self, keys: Tensor | None, values: Tensor | None) -> None:
+        self.version += 1
+        self._release_rows(self._table)
+        self._forget_blocks()
+        super()._assign(keys, values)
+
+    def append(self, key_states: Tensor, value_states: Tensor) -> tuple[Tensor, Tensor]:
+        """Seal what is due, append to the tail; return stand-ins for all K and V, or the tail if that is all."""
+        self.seal()
+        self.version += 1
+        self.buffer.append(key_states, value_states)
+        reading = _Reading(self)
+        return (
+            stand_in(reading, "key", key_states.dtype, key_states.device),
+            stand_in(reading, "value", value_states.dtype, value_states.device),
+        )
+
+    def seal(self, at_least: int = 1) -> None:
+        """Encode the whole blocks that the tail holds beside the residual window, if there are `at_least` so many."""
+        count = (self.buffer.length - self.residual) // self.block_size
+        if count < at_least:
+            return
+        pool, tokens = self._slots(), count * self.block_size
+        keys, values = (states[:, :, :tokens].detach() for states in self.buffer.view())
+        self._keep_sinks(keys, values, self.sealed_tokens)
+        blocks = [_as_blocks(states, self.block_size) for states in (keys, values)]
+        encoded_keys, damaged = pool.key_codec.encode(blocks[0])
+        encoded_values, damaged_values = pool.value_codec.encode(blocks[1])
+        slots = pool.store(encoded_keys, encoded_values)
+        self._table = [
+            [*row, *slots[index * count : (index + 1) * count]] for index, row in enumerate(self._rows(keys.shape[0]))
+        ]
+        self._entry_tokens += [self.block_size] * count
+        self._read_with = None
+        self.seals += len(slots)
+        self.damaged_tokens += int(damaged) + int(damaged_values)
+        self.buffer.keep_last(self.buffer.length - tokens)
+        self.buffer.shrink_to(self.residual + self.block_size)
+
+    def get_seq_length(self) -> int:
+        """Tokens cached."""
+        return self.sealed_tokens + self.buffer.length
+
+    def get_max_length(self) -> int:
+        """The ceiling in tokens; -1 without one."""
+        return self.options.max_cache_len or -1
+
+    def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
+        """Length of what the next update of `query_length` tokens returns, and the position of its first token."""
+        return self.get_seq_length() + query_length, 0
+
+    def check_crop(self, tokens_to_remove: int) -> None:
+        """Raise if `crop` would."""
+        removed_tokens(tokens_to_remove)
+
+    def crop(self, tokens_to_remove: int) -> None:
+        """Remove the last `-tokens_to_remove` tokens: of the tail, then by shortening and dropping entries."""
+        removed = removed_tokens(tokens_to_remove)
+        from_tail = min(removed, self.buffer.length)
+        self.version += 1
+        self.buffer.remove_last(from_tail)
+        left = max(self.sealed_tokens - (removed - from_tail), 0)
+        if left < self.sealed_tokens:
+            self._shorten_to(left)
+
+    def reset(self) -> None:
+        """Forget all tokens; the memory of tail and arenas is kept for the next prompt."""
+        self.version += 1
+        self._release_rows(self._table)
+        self._forget_blocks()
+        super().reset()
+
+    def decode(self, role: Role) -> Tensor:
+        """All of K or V in a plain tensor, `[batch, heads, tokens, head_dim]`; the tail itself if that is all."""
+        index = 0 if role == "key" else 1
+        tail = self.buffer.view()[index]
+        if not self._entry_tokens:
+            return tail
+        assert self._pool is not None
+        codec, arenas = (
+            (self._pool.key_codec, self._pool.keys) if role == "key" else (self._pool.value_codec, self._pool.values)
+        )
+        batch, heads, _, head_dim = tail.shape
+        slots = torch.tensor(self._table, device=tail.device)
+        states = codec.decode({name: arena[slots.flatten()] for name, arena in arenas.items()})
+        states = states.view(batch, -1, heads, self.block_size, head_dim).transpose(1, 2).flatten(2, 3)
+        if self.sealed_tokens < states.shape[2]:
+            states = states[:, :, self._valid_positions(tail.device)]
+        states = torch.cat([states, tail], dim=2)
+        self._put_sinks(states, role)
+        return states
+
+    def attend(self, query: Tensor, mask: Tensor | None, causal: bool, scale: float | None) -> Tensor | None:
+        """Attention over blocks, sinks and tail in place, or `None` where they have to be decoded."""
+        if not self._entry_tokens:
+            self._note_padding(mask)
+            return None  # nothing is encoded yet: the tail is a plain tensor
+        output = attend_in_place(query, Exact(*self.buffer.view()), self._sealed(), self._sinks, mask, causal, scale)
+        if output is not None:
+            self.fused_calls += 1
+        return output
+
+    def held_tensors(self) -> list[Tensor]:
+        """Every tensor that the layer holds."""
+        tensors = list(super().held_tensors())
+        if self._pool is not None:
+            tensors += self._pool.tensors
+        if self._sinks is not None:
+            tensors += [self._sinks.keys, self._sinks.values, self._sinks.positions]
+        return tensors
+
+    @property
+    def used_bytes(self) -> int:
+        """Bytes of what is valid: tail, sinks, and a slot once however many rows hold it."""
+        used = super().used_bytes
+        if self._pool is not None:
+            used += self._pool.used * self._pool.bytes_per_slot
+        if self._sinks is not None:
+            sinks = self._sinks
+            used += sum(part.numel() * part.element_size() for part in (sinks.keys, sinks.values, sinks.positions))
+        return used
+
+    @property
+    def full_precision_bytes(self) -> int:
+        """Bytes that the same tokens take without encoding."""
+        if not self.is_initialized:
+            return 0
+        return sum(
+            tensor[:, :, :1].numel() * tensor.element_size() * self.get_seq_length() for tensor in self.buffer.tensors
+        )
+
+    def _codecs(self, key_states: Tensor, value_states: Tensor) -> tuple[BlockCodec, BlockCodec]:
+        """The codecs for K and V like these; raises if they cannot be encoded as asked."""
+        key_dim, value_dim = key_states.shape[3], value_states.shape[3]
+        key_spec, value_spec = self.quantization.specs(key_dim, value_dim, self.block_size)
+        return (
+            BlockCodec(key_spec, "key", key_dim, self.block_size, key_states.dtype),
+            BlockCodec(value_spec, "value", value_dim, self.block_size, value_states.dtype),
+        )
+
+    def _sealed(self) -> Sealed:
+        """What kernels read, with the table on the device."""
+        assert self._pool is not None
+        if self._read_with is None:
+            device = self.buffer.tensors[0].device
+            with torch.inference_mode(False):
+                starts = torch.tensor([[0, *itertools.accumulate(self._entry_tokens)]], dtype=torch.int32)
+                table = torch.tensor(self._table, dtype=torch.int32).to(device)
+                starts = starts.expand(len(self._table), -1).contiguous().to(device)
+            pool = self._pool
+            self._read_with = Sealed(pool.key_codec, pool.value_codec, pool.keys, pool.values, table, starts)
+        return self._read_with
+
+    def _valid_positions(self, device: torch.device) -> Tensor:
+        """Boolean over the tokens of all entries: those that a crop left."""
+        tokens = torch.tensor(self._entry_tokens, device=device)
+        return (torch.arange(self.block_size, device=device) < tokens[:, None]).flatten()
+
+    def _note_padding(self, mask: Tensor | None) -> None:
+        """Remember where each row begins, from the mask of the newest query, before anything is sealed."""
+        if mask is None or mask.ndim != 4:
+            self._first_real = None
+            return
+        visible = mask[:, 0, -1]
+        if visible.dtype != torch.bool:
+            visible = visible > torch.finfo(visible.dtype).min / 2
+        self._first_real = visible.int().argmax(dim=-1)
+
+    def _keep_sinks(self, keys: Tensor, values: Tensor, first: int) -> None:
+        """Copy those of each row's first real tokens that are among `keys`, which begin at token `first`."""
+        count = self.quantization.sink_tokens
+        if count == 0:
+            return
+        batch, heads, tokens, _ = keys.shape
+        if self._sinks is None:
+            starts = torch.zeros(batch, 1, dtype=torch.int64, device=keys.device)
+            if self._first_real is not None:
+                starts = self._first_real.expand(batch)[:, None].clone()
+            positions = (starts + torch.arange(count, device=keys.device)).int()
+            shape = (batch, heads, count)
+            self._sinks = Sinks(
+                keys.new_zeros(*shape, keys.shape[3]), values.new_zeros(*shape, values.shape[3]), positions
+            )
+        at = self._sinks.positions.long() - first
+        here = ((at >= 0) & (at < tokens))[:, None, :, None]
+        at = at.clamp(0, tokens - 1)[:, None, :, None]
+        for kept, states in ((self._sinks.keys, keys), (self._sinks.values, values)):
+            found = states.gather(2, at.expand(-1, heads, -1, states.shape[3]))
+            kept.copy_(torch.where(here, found, kept))
+
+    def _put_sinks(self, states: Tensor, role: Role) -> None:
+        """Write the exact sinks over their decoded selves in `states`, `[batch, heads, tokens, head_dim]`."""
+        if self._sinks is None:
+            return
+        exact = self._sinks.keys if role == "key" else self._sinks.values
+        at = self._sinks.positions.long()[:, None, :, None].expand_as(exact)
+        sealed = at < self.sealed_tokens
+        at = at.clamp(max=states.shape[2] - 1)
+        states.scatter_(2, at, torch.where(sealed, exact, states.gather(2, at)))
+
+    def _rows(self, batch: int) -> list[list[int]]:
+        return self._table or [[] for _ in range(batch)]
+
+    def _shorten_to(self, tokens: int) -> None:
+        """Keep the first `tokens` sealed tokens."""
+        kept: list[int] = []
+        for valid in self._entry_tokens:
+            if tokens > 0:
+                kept.append(min(valid, tokens))
+            tokens -= valid
+        self._release_rows([row[len(kept) :] for row in self._table])
+        self._table = [row[: len(kept)] for row in self._table] if kept else []
+        self._entry_tokens = kept
+        self._read_with = None
+
+    def _release_rows(self, rows: list[list[int]]) -> None:
+        if self._pool is not None:
+            self._pool.release([slot for row in rows for slot in row])
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> BlockLayer:
+        twin = copy.copy(self)
+        memo[id(self)] = twin
+        for name in ("buffer", "_pool", "_table", "_entry_tokens", "_sinks", "_first_real"):
+            setattr(twin, name, copy.deepcopy(getattr(self, name), memo))
+        twin._read_with = None
+        return twin
+
+    def _take_rows(self, index: Tensor) -> None:
+        """Reorder, repeat or select rows: tables and references, and the tail."""
+        self.version += 1
+        rows = index.tolist()
+        super()._take_rows(index)
+        if self._table:
+            assert self._pool is not None
+            taken = [list(self._table[row]) for row in rows]
+            self._pool.share([slot for row in taken for slot in row])
+            self._release_rows(self._table)
+            self._table = taken
+            self._read_with = None
+        if self._sinks is not None:
+            sinks = self._sinks
+            self._sinks = Sinks(sinks.keys[index], sinks.values[index], sinks.positions[index])
+        if self._first_real is not None and self._first_real.shape[0] > 1:
+            self._first_real = self._first_real[index]
+
+
+class _Reading:
+    """What the stand-ins of one update read."""
+
+    def __init__(self, layer: BlockLayer) -> None:
+        self.layer, self.version = layer, layer.version
+
+    def shape(self, role: Role) -> tuple[int, int, int, int]:
+        tail = self.layer.buffer.tensors[0 if role == "key" else 1]
+        return tail.shape[0], tail.shape[1], self.layer.get_seq_length(), tail.shape[3]
+
+    def decode(self, role: Role) -> Tensor:
+        self._check()
+        states = self.layer.decode(role)
+        if role == "key" and self.layer.sealed_tokens:
+            self.layer.materialised_calls += 1
+        return states
+
+    def attend(self, query: Tensor, mask: Tensor | None, causal: bool, scale: float | None) -> Tensor | None:
+        self._check()
+        return self.layer.attend(query, mask, causal, scale)
+
+    def _check(self) -> None:
+        if self.version != self.layer.version:
+            raise RuntimeError("these keys and values were replaced: what update returns holds until the next call")
+
+
+def _as_blocks(states: Tensor, block_size: int) -> Tensor:
+    """`[batch, heads, n * block, head_dim]` as `[batch * n, heads, block, head_dim]`, the blocks of a row together."""
+    batch, heads, tokens, head_dim = states.shape
+    blocks = states.reshape(batch, heads, tokens // block_size, block_size, head_dim)
+    return blocks.transpose(1, 2).reshape(-1, heads, block_size, head_dim)

@@ -1,0 +1,397 @@
+"""Decode attention: the reference against a naive computation in float64, every kernel against the reference."""
+
+import logging
+import math
+import threading
+
+import pytest
+import torch
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from memos_hf.attention import cpu, op, reference
+from memos_hf.attention.reference import Exact, Sealed, Sinks
+from memos_hf.blocks.codecs import BlockCodec, CodecSpec
+
+needs_numba = pytest.mark.skipif(not cpu.available(), reason="numba is not installed")
+
+CODECS = [
+    ("full", "full"),
+    ("int8 token", "int8 token"),
+    ("int8 channel 8", "int8 token 8"),
+    ("int8 tensor", "int8 tensor"),
+    ("fp8 token", "fp8 token"),
+    ("int4 channel 8 hadamard", "int4 token hadamard symmetric"),
+    ("int4 token 8 hadamard centered symmetric", "int4 token 8"),
+    ("int2 channel 8", "int2 token 8 hadamard"),
+]
+
+
+class Case:
+    """Random queries and cached tokens."""
+
+    def __init__(
+        self,
+        codecs=("int8 token", "int8 token"),
+        batch=2,
+        kv_heads=2,
+        group=2,
+        queries=1,
+        key_dim=16,
+        value_dim=16,
+        block=16,
+        entries=3,
+        tail=11,
+        sinks=2,
+        dtype=torch.float32,
+        seed=0,
+        shortened=True,
+    ):
+        self.random = torch.Generator().manual_seed(seed)
+        self.batch, self.heads, self.queries = batch, kv_heads * group, queries
+        self.query = self.normal(batch, self.heads, queries, key_dim).to(dtype)
+        # Views into larger buffers, as a cache's tail is.
+        self.tail = Exact(
+            self.normal(batch, kv_heads, tail + 5, key_dim).to(dtype)[:, :, :tail],
+            self.normal(batch, kv_heads, tail + 5, value_dim).to(dtype)[:, :, :tail],
+        )
+        self.sealed = self.seal(codecs, kv_heads, key_dim, value_dim, block, entries, dtype, shortened)
+        sealed_tokens = int(self.sealed.starts[0, -1]) if self.sealed else 0
+        self.tokens = sealed_tokens + tail
+        self.sinks = None
+        if sinks and self.sealed:
+            positions = torch.stack(
+                [torch.randperm(sealed_tokens, generator=self.random)[:sinks] for _ in range(batch)]
+            )
+            positions[0, 0] = -1
+            self.sinks = Sinks(
+                self.normal(batch, kv_heads, sinks, key_dim).to(dtype),
+                self.normal(batch, kv_heads, sinks, value_dim).to(dtype),
+                positions.to(torch.int32),
+            )
+
+    def normal(self, *shape):
+        return torch.randn(shape, generator=self.random)
+
+    def seal(self, codecs, kv_heads, key_dim, value_dim, block, entries, dtype, shortened):
+        if not entries:
+            return None
+        slots = self.batch * entries + 2
+        arenas = []
+        for spec, role, head_dim in zip(codecs, ("key", "value"), (key_dim, value_dim), strict=True):
+            codec = BlockCodec(CodecSpec.parse(spec).fitted_to(head_dim, block), role, head_dim, block, dtype)
+            encoded, _ = codec.encode(self.normal(slots, kv_heads, block, head_dim).to(dtype))
+            arenas.append((codec, encoded))
+        table = torch.randperm(slots, generator=self.random)[: self.batch * entries].view(self.batch, entries)
+        lengths = torch.full((self.batch, entries), block)
+        if shortened:
+            lengths[:, entries // 2] -= 3
+        starts = torch.cat([torch.zeros(self.batch, 1, dtype=torch.int64), lengths.cumsum(1)], dim=1)
+        (key_codec, keys), (value_codec, values) = arenas
+        return Sealed(key_codec, value_codec, keys, values, table.to(torch.int32), starts.to(torch.int32))
+
+    def mask(self, kind, heads=1, batch=None):
+        shape = (batch or self.batch, heads, self.queries, self.tokens)
+        if kind == "boolean":
+            return torch.rand(shape, generator=self.random) < 0.7
+        return self.normal(*shape) if kind == "additive" else None
+
+    def arguments(self, mask=None, softcap=0.0, head_sinks=None):
+        scale = self.query.shape[-1] ** -0.5
+        return self.query, self.tail, self.sealed, self.sinks, mask, scale, softcap, head_sinks
+
+
+def naive(query, tail, sealed, sinks, mask, scale, softcap, head_sinks):
+    """All K and V decoded and put together, one softmax over all, in float64."""
+    keys, values = [], []
+    for row in range(query.shape[0]):
+        parts = []
+        for codec, arenas, exact, exact_tail in (
+            (sealed and sealed.key_codec, sealed and sealed.keys, sinks and sinks.keys, tail.keys),
+            (sealed and sealed.value_codec, sealed and sealed.values, sinks and sinks.values, tail.values),
+        ):
+            pieces = []
+            if sealed:
+                lengths = sealed.starts[row].diff()
+                for slot, length in zip(sealed.table[row].tolist(), lengths.tolist(), strict=True):
+                    block = {name: arena[slot : slot + 1] for name, arena in arenas.items()}
+                    pieces.append(codec.decode(block)[0, :, :length].double())
+            states = torch.cat([*pieces, exact_tail[row].double()], dim=1)
+            if sinks is not None:
+                for sink, position in enumerate(sinks.positions[row].tolist()):
+                    if 0 <= position < int(sealed.starts[row, -1]):
+                        states[:, position] = exact[row, :, sink].double()
+            parts.append(states)
+        keys.append(parts[0])
+        values.append(parts[1])
+    group = query.shape[1] // tail.keys.shape[1]
+    keys = torch.stack(keys).repeat_interleave(group, dim=1)
+    values = torch.stack(values).repeat_interleave(group, dim=1)
+    scores = query.double() @ keys.transpose(2, 3) * scale
+    if softcap:
+        scores = softcap * torch.tanh(scores / softcap)
+    tokens, queries = scores.shape[-1], query.shape[2]
+    if mask is None:
+        mask = torch.ones(queries, tokens, dtype=torch.bool).tril(tokens - queries)
+    scores = scores.masked_fill(~mask, -math.inf) if mask.dtype == torch.bool else scores + mask.double()
+    if head_sinks is not None:
+        column = head_sinks.double().view(1, -1, 1, 1).expand(*scores.shape[:3], 1)
+        scores = torch.cat([scores, column], dim=-1)
+        values = torch.cat([values, torch.zeros_like(values[:, :, :1])], dim=2)
+    return torch.nan_to_num(scores.softmax(dim=-1)) @ values
+
+
+def check(case, run, mask=None, softcap=0.0, head_sinks=None, tolerance=2e-5):
+    arguments = case.arguments(mask, softcap, head_sinks)
+    output, expected = run(*arguments), naive(*arguments)
+    assert output.dtype == case.query.dtype and output.shape == expected.shape
+    assert (output.double() - expected).abs().max() <= tolerance
+
+
+RUNS = [
+    pytest.param(reference.decode_attention, id="reference"),
+    pytest.param(cpu.decode_attention, id="cpu", marks=needs_numba),
+    pytest.param(op.decode_attention, id="op"),
+]
+geometry = dict(
+    batch=st.integers(1, 3),
+    kv_heads=st.integers(1, 3),
+    group=st.integers(1, 5),
+    queries=st.integers(1, 5),
+    key_dim=st.sampled_from([8, 16, 24, 64]),
+    value_dim=st.sampled_from([8, 16, 40]),
+    block=st.sampled_from([8, 16, 64, 128]),
+    entries=st.integers(0, 4),
+    tail=st.integers(6, 150),
+    sinks=st.integers(0, 3),
+    seed=st.integers(0, 2**16),
+)
+
+
+@pytest.mark.parametrize("run", RUNS)
+@settings(deadline=None, max_examples=60, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(
+    codecs=st.sampled_from(CODECS),
+    mask=st.sampled_from([None, "boolean", "additive"]),
+    softcap=st.sampled_from([0.0, 2.0]),
+    with_head_sinks=st.booleans(),
+    **geometry,
+)
+def test_any_shape_equals_the_naive_computation(run, codecs, mask, softcap, with_head_sinks, **shape):
+    case = Case(codecs, **shape)
+    head_sinks = case.normal(case.heads) if with_head_sinks else None
+    check(case, run, case.mask(mask), softcap, head_sinks)
+
+
+@pytest.mark.parametrize("run", RUNS)
+@pytest.mark.parametrize("codecs", CODECS)
+def test_every_codec_is_read_in_place(run, codecs):
+    check(Case(codecs, key_dim=64, value_dim=64, block=128, entries=4), run)
+
+
+@pytest.mark.parametrize("run", RUNS)
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("codecs", [("full", "full"), ("int8 token", "int4 token")])
+def test_half_precision_is_computed_in_float32(run, dtype, codecs):
+    check(Case(codecs, dtype=dtype, queries=3), run, tolerance=1e-2)
+
+
+@pytest.mark.parametrize("run", RUNS)
+@pytest.mark.parametrize(("kv_heads", "group"), [(1, 71), (8, 1), (2, 7), (3, 3)])
+def test_any_ratio_of_query_heads_to_kv_heads(run, kv_heads, group):
+    check(Case(kv_heads=kv_heads, group=group, key_dim=64, value_dim=64), run)
+
+
+@pytest.mark.parametrize("run", RUNS)
+@pytest.mark.parametrize(("key_dim", "value_dim"), [(5, 5), (20, 12), (96, 96), (192, 128), (256, 256)])
+def test_any_head_dims(run, key_dim, value_dim):
+    for codecs in (("int4 token", "int4 token"), ("int8 token", "int2 token")):
+        check(Case(codecs, key_dim=key_dim, value_dim=value_dim, block=64), run)
+
+
+@pytest.mark.parametrize("run", RUNS)
+@pytest.mark.parametrize("queries", [2, 32])
+def test_without_a_mask_queries_see_the_tokens_up_to_themselves(run, queries):
+    check(Case(queries=queries, tail=40), run)
+    check(Case(queries=queries, tail=3, shortened=False), run)  # queries whose own tokens are sealed
+
+
+@pytest.mark.parametrize("run", RUNS)
+@pytest.mark.parametrize("batch", [1, 2])
+@pytest.mark.parametrize("heads", [1, 4])
+def test_masks_broadcast_over_batch_and_heads(run, batch, heads):
+    case = Case(queries=3)
+    for kind in ("boolean", "additive"):
+        check(case, run, case.mask(kind, heads, batch))
+        mask = case.mask(kind, heads, 1).expand(case.batch, -1, -1, -1)
+        check(case, run, mask)
+        check(case, run, case.mask(kind, heads, batch).transpose(2, 3).contiguous().transpose(2, 3))
+
+
+@pytest.mark.parametrize("run", RUNS)
+def test_rows_that_may_see_nothing_are_zero(run):
+    case = Case(queries=2, batch=2)
+    mask = torch.ones(2, 1, 2, case.tokens, dtype=torch.bool)
+    mask[0, 0, 1] = False
+    for given_mask in (mask, torch.zeros(mask.shape).masked_fill(~mask, -math.inf)):
+        output = run(*case.arguments(given_mask))
+        assert output[0, :, 1].eq(0).all() and output.isfinite().all() and output[1].ne(0).any()
+
+
+@pytest.mark.parametrize("run", RUNS)
+def test_left_padding_hides_whole_blocks(run):
+    case = Case(entries=4, block=8)
+    mask = torch.ones(2, 1, 1, case.tokens, dtype=torch.bool)
+    mask[0, ..., :19] = False
+    check(case, run, mask)
+
+
+@pytest.mark.parametrize("run", RUNS)
+def test_large_scores_do_not_overflow(run):
+    case = Case(("int8 token", "int8 token"))
+    case.query = case.query * 1e3
+    check(case, run, tolerance=1e-3)
+
+
+@pytest.mark.parametrize("run", RUNS)
+def test_a_sink_that_is_not_sealed_yet_is_left_to_the_tail(run):
+    case = Case(entries=1, tail=20, sinks=2, shortened=False)
+    assert case.sinks is not None
+    case.sinks.positions[:] = torch.tensor([[0, 17], [35, 3]])
+    check(case, run)
+
+
+@pytest.mark.parametrize("run", RUNS)
+def test_what_lies_behind_valid_tokens_is_never_read(run):
+    case = Case(("full", "full"))
+    block = int(case.sealed.starts[0, 2] - case.sealed.starts[0, 1])
+    for arenas in (case.sealed.keys, case.sealed.values):
+        for slot in case.sealed.table[:, 1].tolist():
+            arenas["codes"][slot, :, block:] = math.nan
+    output = run(*case.arguments())
+    assert output.isfinite().all()
+
+
+@needs_numba
+@pytest.mark.parametrize("threads", [1, 2, 5])
+@pytest.mark.parametrize("codecs", [("int8 token", "int8 token"), ("int4 channel 8 hadamard", "int4 token hadamard")])
+def test_the_kernel_gives_the_same_on_any_number_of_threads(threads, codecs):
+    case = Case(codecs, batch=1, kv_heads=3, group=3, key_dim=64, value_dim=64, block=128, entries=30, tail=130)
+    before = torch.get_num_threads()
+    torch.set_num_threads(threads)
+    try:
+        check(case, cpu.decode_attention)
+    finally:
+        torch.set_num_threads(before)
+
+
+@needs_numba
+def test_the_kernel_runs_where_torch_brings_no_openmp(monkeypatch):
+    monkeypatch.setattr(cpu._load_kernel(), "_parallel", None)
+    monkeypatch.setattr(torch, "get_num_threads", lambda: 3)
+    check(Case(batch=1, block=128, entries=40, key_dim=64, value_dim=64), cpu.decode_attention)
+
+
+@needs_numba
+@pytest.mark.parametrize("own_threads", [False, True])
+def test_many_python_threads_may_call_the_kernel_at_once(monkeypatch, own_threads):
+    monkeypatch.setattr(torch, "get_num_threads", lambda: 2)
+    if own_threads:
+        monkeypatch.setattr(cpu._load_kernel(), "_parallel", None)
+    cases = [Case(batch=1, block=128, entries=30, key_dim=64, value_dim=64, seed=seed) for seed in range(6)]
+    expected = [reference.decode_attention(*case.arguments()) for case in cases]
+    wrong = []
+
+    def call(index):
+        for _ in range(10):
+            output = cpu.decode_attention(*cases[index].arguments())
+            if not torch.allclose(output, expected[index], atol=1e-5):
+                wrong.append(index)
+
+    threads = [threading.Thread(target=call, args=(index,)) for index in range(6)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert not wrong
+
+
+@needs_numba
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("tokens", [1, 63, 64, 65, 1000])
+def test_contiguous_buffers_are_read_by_strides(dtype, tokens):
+    query = torch.randn(2, 6, 1, 64).to(dtype)
+    keys, values = torch.randn(2, 2, 1024, 2, 64).to(dtype).unbind(3)
+    keys, values = keys[:, :, :tokens], values[:, :, :tokens]
+    output = cpu.contiguous_decode_attention(query, keys, values)
+    stock = torch.nn.functional.scaled_dot_product_attention
+    expected = stock(query.double(), keys.double(), values.double(), enable_gqa=True)
+    assert output.dtype == dtype
+    assert (output.double() - expected).abs().max() <= (1e-5 if dtype == torch.float32 else 1e-2)
+
+
+@needs_numba
+def test_infinite_half_precision_values_stay_infinite():
+    keys = torch.zeros(1, 1, 4, 8, dtype=torch.float16)
+    values = torch.ones(1, 1, 4, 8, dtype=torch.float16)
+    values[0, 0, 0, :3] = torch.tensor([math.inf, -math.inf, math.nan])
+    output = cpu.contiguous_decode_attention(torch.zeros(1, 1, 1, 8), keys, values)
+    assert output[0, 0, 0, :3].tolist()[:2] == [math.inf, -math.inf]
+    assert output[0, 0, 0, 2].isnan() and output[0, 0, 0, 3:].eq(1).all()
+
+
+@pytest.mark.parametrize("codecs", [("full", "full"), ("int4 channel 8 hadamard", "int8 token")])
+def test_the_operator_passes_opcheck(codecs):
+    case = Case(codecs)
+    sealed, sinks = case.sealed, case.sinks
+    for mask in (None, case.mask("boolean"), case.mask("additive")):
+        torch.library.opcheck(
+            torch.ops.memos.decode_attention.default,
+            (
+                *(case.query, case.tail.keys, case.tail.values),
+                *(list(sealed.keys.values()), list(sealed.values.values())),
+                *(str(sealed.key_codec.spec), str(sealed.value_codec.spec), sealed.table, sealed.starts),
+                *(sinks.keys, sinks.values, sinks.positions, mask, 0.25),
+            ),
+        )
+
+
+def test_the_operator_runs_without_sealed_blocks():
+    check(Case(entries=0), op.decode_attention)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (lambda case: {"mask": torch.ones(2, 1, 1, case.tokens + 1, dtype=torch.bool)}, "mask: expected"),
+        (lambda case: {"mask": torch.ones(2, 3, 1, case.tokens, dtype=torch.bool)}, "mask: expected"),
+        (lambda case: {"mask": torch.ones(1, case.tokens, dtype=torch.bool)}, "mask: expected"),
+        (lambda case: {"query": case.query[:, :3]}, "query: expected a multiple of 2 heads"),
+        (lambda case: {"query": case.query[:1]}, "tail keys: expected shape"),
+        (lambda case: {"query": case.query[..., :8]}, "tail keys: expected shape"),
+        (lambda case: {"tail": Exact(case.tail.keys, case.tail.values[:, :, :4])}, "tail values: expected shape"),
+        (lambda case: {"head_sinks": torch.zeros(3)}, "head_sinks: expected shape"),
+    ],
+)
+def test_arguments_that_do_not_fit_are_refused(change, message):
+    case = Case()
+    names = ("query", "tail", "sealed", "sinks", "mask", "scale", "softcap", "head_sinks")
+    arguments = dict(zip(names, case.arguments(), strict=True)) | change(case)
+    with pytest.raises(ValueError, match=message):
+        op.decode_attention(**arguments)
+
+
+def test_without_numba_the_reference_runs_and_one_line_says_what_to_install(monkeypatch, caplog):
+    monkeypatch.setitem(__import__("sys").modules, "memos_hf.attention.cpu_kernels", None)
+    monkeypatch.delattr("memos_hf.attention.cpu_kernels", raising=False)
+    cpu._load_kernel.cache_clear()
+    try:
+        with caplog.at_level(logging.WARNING):
+            check(Case(), op.decode_attention)
+            check(Case(), op.decode_attention)
+        assert [record.message for record in caplog.records if "memos_hf[cpu]" in record.message] == caplog.messages
+        assert len(caplog.messages) == 1
+        with pytest.raises(RuntimeError, match="needs numba"):
+            cpu.decode_attention(*Case().arguments())
+    finally:
+        cpu._load_kernel.cache_clear()
