@@ -95,8 +95,8 @@ def prefilled(model: PreTrainedModel, ids: Tensor, contexts: list[int]) -> Itera
         yield context, cache, logits[:, -1:].argmax(dim=-1)
 
 
-def contenders(model: PreTrainedModel, filled: DynamicCache, room: int) -> dict[str, Cache]:
-    """A copy of `filled` for each kind of cache, with room for `room` tokens altogether."""
+def contenders(model: PreTrainedModel, filled: DynamicCache, room: int, presets: list[str]) -> dict[str, Cache]:
+    """A copy of `filled` for each kind of cache and each preset, with room for `room` tokens altogether."""
     caches: dict[str, Cache] = {"DynamicCache": copy.deepcopy(filled)}
     # A static layer cannot take over from a sliding or a recurrent one, which has only a part of the past.
     if all(type(layer) is DynamicLayer for layer in filled.layers):
@@ -107,14 +107,18 @@ def contenders(model: PreTrainedModel, filled: DynamicCache, room: int) -> dict[
     # Room for all rounds, as StaticCache has it: a growth inside them would be spread over far fewer steps than the
     # thousands that pay for it in use. What growing costs in memory is shown by growth.py.
     caches["MemOSCache"] = MemOSCache.from_cache(filled, initial_capacity=room)
+    for preset in presets:
+        caches[f"MemOSCache {preset}"] = MemOSCache.from_cache(filled, initial_capacity=room, quantization=preset)
     return caches
 
 
-def measure(model: PreTrainedModel, ids: Tensor, contexts: list[int], rounds: int) -> list[Measurement]:
+def measure(
+    model: PreTrainedModel, ids: Tensor, contexts: list[int], rounds: int, presets: list[str]
+) -> list[Measurement]:
     """Every cache at every context."""
     measurements = []
     for context, filled, token in prefilled(model, ids, contexts):
-        caches = contenders(model, filled, context + WARMUP + rounds)
+        caches = contenders(model, filled, context + WARMUP + rounds, presets)
         decoders = {name: Decoder(model, cache, token) for name, cache in caches.items()}
         steps = {name: decoder.step for name, decoder in decoders.items()}
         times = interleave(steps, rounds, model.device, warmup=WARMUP)
@@ -128,6 +132,8 @@ def measure(model: PreTrainedModel, ids: Tensor, contexts: list[int], rounds: in
 
 def bytes_held(cache: Cache) -> int:
     """Bytes of the storages behind keys and values, unused capacity included."""
+    if isinstance(cache, MemOSCache):
+        return cache.memory().allocated_bytes
     tensors = [getattr(layer, name, None) for layer in cache.layers for name in ("keys", "values")]
     return sum(tensor.untyped_storage().nbytes() for tensor in tensors if tensor is not None)
 
@@ -213,6 +219,9 @@ def parsed_options() -> argparse.Namespace:
     parser.add_argument(
         "--contexts", type=positive_int, nargs="+", default=[16, 1024, 8000], help="tokens (%(default)s)"
     )
+    parser.add_argument(
+        "--quantization", nargs="+", default=[], choices=["int8", "int4", "int2", "fp8"], help="presets to compare too"
+    )
     parser.add_argument("--rounds", type=positive_int, default=60, help="timed steps of each cache (%(default)s)")
     parser.add_argument("--plot", type=output_file, metavar="FILE.png", help="draw the figures (needs matplotlib)")
     parser.add_argument(
@@ -234,7 +243,9 @@ def main() -> None:
         raise SystemExit(f"--contexts, --rounds: {needed} tokens are needed, the model has {positions} positions")
 
     with torch.inference_mode():
-        measurements = measure(model, example_text(tokenizer, contexts[-1]), contexts, options.rounds)
+        measurements = measure(
+            model, example_text(tokenizer, contexts[-1]), contexts, options.rounds, options.quantization
+        )
     comparison = Comparison(measurements)
     comparison.print_rows()
     print()

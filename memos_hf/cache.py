@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -162,10 +163,36 @@ class MemOSCache(DynamicCache):  # type: ignore[misc]
         if options.get("static") or (isinstance(cache, MemOSCache) and cache.options.static):
             raise ValueError("from_cache: a static cache is filled by the model and cannot be converted")
         result = cls(**options)
-        result.layers = [convert.from_dynamic(layer, result.options) for layer in cache.layers]
+        result.layers = [
+            convert.from_dynamic(layer, result.options, layer_idx) for layer_idx, layer in enumerate(cache.layers)
+        ]
         if cache.layer_class_to_replicate is None:
             result.layer_class_to_replicate = None
         return result
+
+    def quantize(self, quantization: KVQuantizationConfig | Preset) -> None:
+        """Turn this cache, filled or not, into a quantized one, a layer at a time.
+
+        Where rows are left-padded, padding counts as their sinks, as the cache has seen no mask; a cache that is
+        quantized from the start finds each row's first real tokens.
+
+        Raises
+        ------
+        ValueError
+            If it is quantized already, static, or its keys and values cannot be encoded so; it is then as it was.
+        """
+        if self.options.quantization is not None:
+            raise ValueError(f"quantize: the cache is quantized already, by {self.options.quantization}")
+        options = replace(self.options, quantization=KVQuantizationConfig.of(quantization))
+        full = {index: layer for index, layer in enumerate(self.layers) if isinstance(layer, ContiguousLayer)}
+        for layer_idx, layer in full.items():
+            convert.check_quantizable(layer, options, layer_idx)
+        for layer_idx, layer in full.items():
+            self.layers[layer_idx] = convert.from_dynamic(layer, options, layer_idx)
+            layer.buffer.free()
+        self.options = options
+        if self.layer_class_to_replicate is not None:
+            self.layer_class_to_replicate = partial(convert.full_attention_layer, options, -1)
 
     def to_dynamic(self) -> DynamicCache:
         """A `DynamicCache` with a copy of what this cache holds."""

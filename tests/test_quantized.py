@@ -268,3 +268,45 @@ def test_skipped_layers_stay_in_full_precision():
     model = llama()
     cache = MemOSCache(model.config, quantization=KVQuantizationConfig(skip_layers=(0,)))
     assert [type(layer).__name__ for layer in cache.layers] == ["ContiguousLayer", "BlockLayer", "BlockLayer"]
+
+
+@pytest.mark.parametrize("preset", ["int8", "int4"])
+def test_a_filled_cache_is_quantized_in_place_as_if_it_had_been_from_the_start(preset):
+    model = llama()
+    ids = token_ids(2, 300)
+    converted, fresh = MemOSCache(model.config), MemOSCache(model.config, quantization=preset)
+    with torch.no_grad():
+        for cache in (converted, fresh):
+            forward(model, ids, cache)
+        before = converted.memory().allocated_bytes
+        converted.quantize(preset)
+        assert converted.memory().ratio < 0.9
+        assert converted.memory().allocated_bytes < before
+        logits = [forward(model, token_ids(2, 1, seed=1), cache).logits for cache in (converted, fresh)]
+    torch.testing.assert_close(*logits)
+    with pytest.raises(ValueError, match="quantized already"):
+        converted.quantize("int8")
+
+
+def test_what_cannot_be_quantized_stays_as_it_was():
+    cache = MemOSCache()
+    cache.update(*random_states(tokens=300, head_dim=20), 0)
+    before = cache.layers[0].keys.clone()
+    with pytest.raises(ValueError, match="rotation: expected a head dim that is a power of two"):
+        cache.quantize(KVQuantizationConfig(rotation="hadamard"))
+    assert torch.equal(cache.layers[0].keys, before)
+    assert cache.options.quantization is None
+    with pytest.raises(ValueError, match="static cannot be combined with quantization"):
+        MemOSCache(llama().config, static=True, max_cache_len=8).quantize("int8")
+
+
+def test_conversion_from_and_to_dynamic_cache():
+    model = llama()
+    theirs = dynamic(model)
+    with torch.no_grad():
+        forward(model, token_ids(2, 300), theirs)
+    cache = MemOSCache.from_cache(theirs, quantization="int8")
+    assert cache.stats.seals == 3 * 2
+    back = cache.to_dynamic()
+    for exact, decoded in zip(theirs.layers, back.layers, strict=True):
+        torch.testing.assert_close(exact.keys, decoded.keys, atol=0.1, rtol=0.05)

@@ -177,6 +177,10 @@ class BufferedLayer(CacheLayerMixin):  # type: ignore[misc]
         """Bytes that the same tokens take without encoding."""
         return self.used_bytes
 
+    def lent(self) -> tuple[Tensor, Tensor]:
+        """All valid K and V, `[batch, heads, tokens, head_dim]`, that hold until the next call."""
+        return self.buffer.view()
+
     def copied(self) -> tuple[Tensor | None, Tensor | None]:
         """All valid K and V, `[batch, heads, tokens, head_dim]`, in tensors of their own; `None` if there are none."""
         if self.is_empty:

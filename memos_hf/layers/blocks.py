@@ -106,6 +106,10 @@ class BlockLayer(BufferedLayer):
     def _lent(self, half: int) -> Tensor | None:
         return self.decode("key" if half == 0 else "value") if self.is_initialized else None
 
+    def lent(self) -> tuple[Tensor, Tensor]:
+        """All K and V, decoded, `[batch, heads, tokens, head_dim]`."""
+        return self.decode("key"), self.decode("value")
+
     def copied(self) -> tuple[Tensor | None, Tensor | None]:
         """All K and V, decoded, in tensors of their own; `None` if there are none."""
         return (None, None) if self.is_empty else (self.decode("key").clone(), self.decode("value").clone())

@@ -32,7 +32,7 @@ def full_attention_layer(options: CacheOptions, layer_idx: int) -> ContiguousLay
     return BlockLayer(options, quantization)
 
 
-def from_dynamic(layer: Any, options: CacheOptions) -> Any:
+def from_dynamic(layer: Any, options: CacheOptions, layer_idx: int) -> Any:
     """A layer of ours with a copy of what `layer`, of any dynamic class or ours, holds; other classes are copied."""
     if isinstance(layer, SlidingLayer) or type(layer) is DynamicSlidingWindowLayer:
         sliding = SlidingLayer(options, layer.sliding_window)
@@ -40,11 +40,13 @@ def from_dynamic(layer: Any, options: CacheOptions) -> Any:
         _fill(sliding, layer)
         sliding.cumulative_length = layer.cumulative_length
         return sliding
-    if isinstance(layer, ContiguousLayer) or type(layer) is DynamicLayer:
-        contiguous = ContiguousLayer(options)
-        contiguous.check_room(layer.get_seq_length())
-        _fill(contiguous, layer)
-        return contiguous
+    if isinstance(layer, (ContiguousLayer, BlockLayer)) or type(layer) is DynamicLayer:
+        full = full_attention_layer(options, layer_idx)
+        full.check_room(layer.get_seq_length())
+        _fill(full, layer)
+        if isinstance(full, BlockLayer):
+            full.seal()
+        return full
     return copy.deepcopy(layer)
 
 
@@ -55,24 +57,32 @@ def to_dynamic(layer: Any) -> Any:
         sliding.record_past = layer.record_past
         sliding.cumulative_length = layer.cumulative_length
         return _copied(layer, sliding)
-    if isinstance(layer, ContiguousLayer):
+    if isinstance(layer, (ContiguousLayer, BlockLayer)):
         return _copied(layer, DynamicLayer())
     return copy.deepcopy(layer)
 
 
-def _fill(layer: ContiguousLayer | SlidingLayer, source: Any) -> None:
+def check_quantizable(layer: ContiguousLayer, options: CacheOptions, layer_idx: int) -> None:
+    """Raise if what `layer` holds cannot be encoded as `options` ask."""
+    target = full_attention_layer(options, layer_idx)
+    if layer.get_seq_length() > 0:
+        target.check_update(*layer.lent())
+
+
+def _fill(layer: BufferedLayer, source: Any) -> None:
     if source.get_seq_length() == 0:
         return
-    keys, values = source.buffer.view() if isinstance(source, BufferedLayer) else (source.keys, source.values)
+    keys, values = source.lent() if isinstance(source, BufferedLayer) else (source.keys, source.values)
+    layer.check_update(keys, values)
     # The memory is new, so that only a graph behind the tensors themselves stands against writing in place.
     with torch.set_grad_enabled(torch.is_grad_enabled() and keys.requires_grad):
         layer.lazy_initialization(keys, values)
         layer.buffer.append(keys, values, layer.growth_limit)
 
 
-def _copied(source: ContiguousLayer | SlidingLayer, layer: Any) -> Any:
-    if source.get_seq_length() > 0:
-        keys, values = source.buffer.view()
+def _copied(source: BufferedLayer, layer: Any) -> Any:
+    keys, values = source.copied()
+    if keys is not None and values is not None:
         layer.lazy_initialization(keys, values)
-        layer.keys, layer.values = keys.clone(), values.clone()
+        layer.keys, layer.values = keys, values
     return layer
