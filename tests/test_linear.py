@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from tiny import CACHE_ARGUMENT, SHAPE, dynamic, forward, generate, token_ids
+from tiny import CACHE_ARGUMENT, SHAPE, dynamic, forward, generate, qwen3_next, token_ids
 from transformers import (
     BambaConfig,
     BambaForCausalLM,
@@ -11,32 +11,11 @@ from transformers import (
     FalconH1ForCausalLM,
     MambaConfig,
     MambaForCausalLM,
-    Qwen3NextConfig,
-    Qwen3NextForCausalLM,
 )
 from transformers.cache_utils import LinearAttentionLayer
 
 from memos_hf import MemOSCache
 from memos_hf.layers import ContiguousLayer
-
-
-def qwen3_next():
-    torch.manual_seed(0)
-    return Qwen3NextForCausalLM(
-        Qwen3NextConfig(
-            **SHAPE,
-            head_dim=16,
-            linear_num_key_heads=2,
-            linear_num_value_heads=2,
-            linear_key_head_dim=8,
-            linear_value_head_dim=8,
-            num_experts=2,
-            num_experts_per_tok=1,
-            moe_intermediate_size=16,
-            shared_expert_intermediate_size=16,
-            layer_types=["linear_attention", "full_attention", "linear_attention"],
-        )
-    ).eval()
 
 
 def bamba():

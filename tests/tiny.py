@@ -7,7 +7,16 @@ from typing import Any
 
 import torch
 import transformers
-from transformers import Cache, DynamicCache, LlamaConfig, LlamaForCausalLM, MistralConfig, MistralForCausalLM
+from transformers import (
+    Cache,
+    DynamicCache,
+    LlamaConfig,
+    LlamaForCausalLM,
+    MistralConfig,
+    MistralForCausalLM,
+    Qwen3NextConfig,
+    Qwen3NextForCausalLM,
+)
 
 VERSION = tuple(int(part) for part in transformers.__version__.split(".")[:2])
 # The argument of `generate` and of models: renamed in 5.24, where the old name warns.
@@ -40,6 +49,27 @@ def mistral(window: int = 8) -> MistralForCausalLM:
     """Sliding attention."""
     torch.manual_seed(1)
     return MistralForCausalLM(MistralConfig(**SHAPE, sliding_window=window)).eval()
+
+
+@functools.cache
+def qwen3_next() -> Qwen3NextForCausalLM:
+    """Recurrent layers around one of full attention."""
+    torch.manual_seed(0)
+    return Qwen3NextForCausalLM(
+        Qwen3NextConfig(
+            **SHAPE,
+            head_dim=16,
+            linear_num_key_heads=2,
+            linear_num_value_heads=2,
+            linear_key_head_dim=8,
+            linear_value_head_dim=8,
+            num_experts=2,
+            num_experts_per_tok=1,
+            moe_intermediate_size=16,
+            shared_expert_intermediate_size=16,
+            layer_types=["linear_attention", "full_attention", "linear_attention"],
+        )
+    ).eval()
 
 
 def token_ids(batch: int, tokens: int, seed: int = 0) -> torch.Tensor:
