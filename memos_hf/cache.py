@@ -422,7 +422,8 @@ def _asks_for_flash(config: PretrainedConfig) -> bool:
 
 def _layers_for(config: PretrainedConfig, options: CacheOptions) -> list[Any]:
     """One layer for each layer of the model, as transformers would choose, ours where it is full or sliding."""
-    layer_types, layer_kwargs = get_layer_types_and_kwargs(config.get_text_config(decoder=True))
+    text_config = config.get_text_config(decoder=True)
+    layer_types, layer_kwargs = get_layer_types_and_kwargs(text_config)
     if isinstance(layer_kwargs, dict):  # one dict for all layers before transformers 5.19
         layer_kwargs = [layer_kwargs] * len(layer_types)
     if options.static:
@@ -430,7 +431,15 @@ def _layers_for(config: PretrainedConfig, options: CacheOptions) -> list[Any]:
             STATIC_LAYER_TYPE_MAPPING[layer_type](max_cache_len=options.max_cache_len, **kwargs)
             for layer_type, kwargs in zip(layer_types, layer_kwargs, strict=True)
         ]
+    # Layers of a decoder that attend to an image (Mllama) hold its tokens, not those that the ceiling counts.
+    cross_attention = getattr(text_config, "cross_attention_layers", None) or ()
+    unlimited = replace(options, max_cache_len=None)
     return [
-        convert.replacement_for(DYNAMIC_LAYER_TYPE_MAPPING[layer_type], options, layer_idx, kwargs)
+        convert.replacement_for(
+            DYNAMIC_LAYER_TYPE_MAPPING[layer_type],
+            unlimited if layer_idx in cross_attention else options,
+            layer_idx,
+            kwargs,
+        )
         for layer_idx, (layer_type, kwargs) in enumerate(zip(layer_types, layer_kwargs, strict=True))
     ]

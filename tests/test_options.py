@@ -3,7 +3,7 @@
 import pytest
 import torch
 from tiny import CACHE_ARGUMENT, forward, generate, llama, mistral, random_states, token_ids
-from transformers import EncoderDecoderCache, LlamaConfig
+from transformers import EncoderDecoderCache, LlamaConfig, MllamaTextConfig
 
 from memos_hf import MemOSCache
 
@@ -168,3 +168,13 @@ def test_a_batch_of_one_is_not_broadcast_over_three_rows():
             token_ids(1, 8), do_sample=True, num_return_sequences=3, max_new_tokens=2, **{CACHE_ARGUMENT: cache}
         )
     assert cache.get_seq_length() == 5
+
+
+def test_layers_that_hold_an_image_do_not_count_towards_the_ceiling():
+    config = MllamaTextConfig(num_hidden_layers=2, cross_attention_layers=[1], hidden_size=32, num_attention_heads=2)
+    cache = MemOSCache(config, max_cache_len=8)
+    cache.update(*random_states(tokens=5), 0)
+    cache.update(*random_states(tokens=1601), 1)
+    cache.update(*random_states(tokens=3), 0)
+    with pytest.raises(ValueError, match="max_cache_len"):
+        cache.update(*random_states(tokens=1), 0)

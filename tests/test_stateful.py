@@ -10,7 +10,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 from tiny import SHAPE
 from transformers import DynamicCache, Gemma3TextConfig
 
-from memos_hf import MemOSCache
+from memos_hf import KVQuantizationConfig, MemOSCache
 
 WINDOW = 6
 HEADS, KEY_DIM, VALUE_DIM = 2, 5, 8
@@ -18,6 +18,7 @@ CONFIG = Gemma3TextConfig(
     **SHAPE, sliding_window=WINDOW, layer_types=["sliding_attention", "full_attention", "sliding_attention"]
 )
 FULL_ONLY = Gemma3TextConfig(**SHAPE, sliding_window=WINDOW, layer_types=["full_attention"] * 3)
+LOSSLESS = KVQuantizationConfig("full", "full", sink_tokens=2, residual_tokens=8)
 MODES = {"no_grad": torch.no_grad, "inference": torch.inference_mode, "grad": torch.enable_grad}
 
 
@@ -31,10 +32,13 @@ class TwoCaches(RuleBasedStateMachine):
         config=st.sampled_from([CONFIG, FULL_ONLY, None]),
         batch=st.integers(1, 3),
         record=st.booleans(),
+        sealed=st.booleans(),
     )
-    def build(self, capacity, factor, layout, config, batch, record):
+    def build(self, capacity, factor, layout, config, batch, record, sealed):
         self.config, self.batch, self.record = config, batch, record
         self.options = {"initial_capacity": capacity, "growth_factor": factor, "layout": layout}
+        if sealed:
+            self.options |= {"layout": "head_major", "quantization": LOSSLESS, "block_size": 8}
         self.ours = MemOSCache(config, **self.options)
         self.theirs = self.fresh_dynamic()
         if record:
