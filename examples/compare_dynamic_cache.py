@@ -107,6 +107,7 @@ def contenders(model: PreTrainedModel, filled: DynamicCache, room: int, presets:
     # Room for all rounds, as StaticCache has it: a growth inside them would be spread over far fewer steps than the
     # thousands that pay for it in use. What growing costs in memory is shown by growth.py.
     caches["MemOSCache"] = MemOSCache.from_cache(filled, initial_capacity=room)
+    caches["MemOSCache fused"] = MemOSCache.from_cache(filled, initial_capacity=room, fused_attention=True)
     for preset in presets:
         caches[f"MemOSCache {preset}"] = MemOSCache.from_cache(filled, initial_capacity=room, quantization=preset)
     return caches

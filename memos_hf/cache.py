@@ -65,6 +65,9 @@ class MemOSCache(DynamicCache):  # type: ignore[misc]
         Full-attention layers keep older tokens in sealed blocks, encoded once, that attention reads in place.
     block_size : int
         Tokens in a sealed block, a power of two of at least 8.
+    fused_attention : bool
+        On the CPU, compute a single token's `sdpa` attention over full-precision buffers by the compiled kernel that
+        reads blocks (extra `cpu`): faster from some hundred tokens on, equal within float tolerance.
     static : bool
         Fixed shapes of `max_cache_len` tokens for `torch.compile` and CUDA graphs, on transformers' static layers and
         with `StaticCache`'s semantics; a full cache is refused before anything is written.
@@ -93,6 +96,7 @@ class MemOSCache(DynamicCache):  # type: ignore[misc]
         layout: Layout = "head_major",
         quantization: KVQuantizationConfig | Preset | None = None,
         block_size: int = 128,
+        fused_attention: bool = False,
         static: bool = False,
     ) -> None:
         config, data = _config_and_data(source, config, ddp_cache_data)
@@ -104,6 +108,7 @@ class MemOSCache(DynamicCache):  # type: ignore[misc]
             static,
             KVQuantizationConfig.of(quantization) if quantization is not None else None,
             block_size,
+            fused_attention,
         )
         _check_use(self.options, config, data, offloading)
         layers = _layers_for(config, self.options) if config is not None else []

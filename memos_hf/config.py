@@ -18,6 +18,7 @@ DEFAULT_INITIAL_CAPACITY = 256
 REFUSED_COMBINATIONS = (
     ("static", "initial_capacity", "a static cache allocates max_cache_len tokens at once"),
     ("static", "layout", "a static cache uses transformers' static layers, which are head-major"),
+    ("static", "fused_attention", "a compiled step computes attention itself"),
     ("static", "quantization", "blocks are sealed at shapes that change"),
     ("quantization", "layout", "blocks have a layout of their own"),
     ("quantization", "offloading", "a layer of blocks cannot be moved as a whole"),
@@ -130,6 +131,8 @@ class CacheOptions:
         Tokens in a sealed block, a power of two of at least 8.
     quantization : KVQuantizationConfig or {"int8", "int4", "int2", "fp8"}, optional
         How sealed blocks are encoded; `None`: no blocks, one contiguous buffer.
+    fused_attention : bool
+        On the CPU, compute a single token's `sdpa` attention over contiguous buffers by the compiled kernel too.
     static : bool
         Fixed shapes of `max_cache_len` tokens, for `torch.compile` and CUDA graphs.
 
@@ -146,6 +149,7 @@ class CacheOptions:
     static: bool = False
     quantization: KVQuantizationConfig | None = None
     block_size: int = 128
+    fused_attention: bool = False
 
     def __post_init__(self) -> None:
         _check_positive_int("initial_capacity", self.initial_capacity)
@@ -156,8 +160,9 @@ class CacheOptions:
             raise ValueError(f"growth_factor: expected a finite number above 1, got {self.growth_factor!r}")
         if self.layout not in get_args(Layout):
             raise ValueError(f"layout: expected one of {get_args(Layout)}, got {self.layout!r}")
-        if not isinstance(self.static, bool):
-            raise TypeError(f"static: expected True or False, got {self.static!r}")
+        for name in ("static", "fused_attention"):
+            if not isinstance(getattr(self, name), bool):
+                raise TypeError(f"{name}: expected True or False, got {getattr(self, name)!r}")
         if self.static and self.max_cache_len is None:
             raise ValueError("static=True: expected max_cache_len, the number of tokens to allocate, got None")
         if isinstance(self.block_size, bool) or not isinstance(self.block_size, int):
@@ -169,6 +174,7 @@ class CacheOptions:
             initial_capacity=self.initial_capacity is not None,
             layout=self.layout != "head_major",
             quantization=self.quantization is not None,
+            fused_attention=self.fused_attention,
         )
         if (
             self.initial_capacity is not None

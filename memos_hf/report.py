@@ -137,7 +137,7 @@ def cache_stats(layers: Iterable[Any]) -> CacheStats:
         growths_by_device=by_device,
         seals=sum(layer.seals for layer in blocks),
         damaged_tokens=sum(layer.damaged_tokens for layer in blocks),
-        fused_calls=sum(layer.fused_calls for layer in blocks),
+        fused_calls=sum(getattr(layer, "fused_calls", 0) for layer in layers),
         materialised_calls=sum(layer.materialised_calls for layer in blocks),
     )
 

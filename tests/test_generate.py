@@ -192,3 +192,27 @@ def test_other_dtypes_give_dynamic_caches_logits(dtype):
             logits = [forward(model, token_ids(2, count, seed=step), cache).logits for cache in caches]
             torch.testing.assert_close(*logits)
     assert caches[0].layers[0].keys.dtype == dtype
+
+
+@pytest.mark.parametrize("padded", [False, True])
+def test_fused_attention_over_full_precision_buffers_gives_the_same_tokens(padded):
+    pytest.importorskip("numba")
+    model = llama()
+    ids = token_ids(2, 300)
+    mask = torch.ones_like(ids)
+    if padded:
+        mask[0, :100] = 0
+    caches = MemOSCache(model.config, fused_attention=True), dynamic(model)
+    answers = [generate(model, ids, cache, 30, attention_mask=mask) for cache in caches]
+    assert torch.equal(*answers)
+    assert caches[0].stats.fused_calls == 3 * 29
+
+
+def test_fused_attention_leaves_gradients_and_short_contexts_to_the_stock_kernels():
+    model = llama()
+    cache = MemOSCache(model.config, fused_attention=True)
+    forward(model, token_ids(1, 300), cache)
+    forward(model, token_ids(1, 1), cache).logits.sum().backward()
+    model.zero_grad(set_to_none=True)
+    generate(model, token_ids(1, 20), MemOSCache(model.config, fused_attention=True))
+    assert cache.stats.fused_calls == 0

@@ -15,7 +15,7 @@ MOST_QUERIES = 32
 def attend_in_place(
     query: Tensor,
     tail: Exact,
-    sealed: Sealed,
+    sealed: Sealed | None,
     sinks: Sinks | None,
     mask: Tensor | None,
     causal: bool,
