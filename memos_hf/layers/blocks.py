@@ -59,6 +59,7 @@ class BlockLayer(BufferedLayer):
         self._entry_tokens: list[int] = []  # of each entry, its valid tokens
         self._sinks: Sinks | None = None
         self._first_real: Tensor | None = None  # of each row, its first token that is not padding
+        self._padding_noted = False  # whether a mask was seen that says so
         self._read_with: Sealed | None = None  # table and starts on the device, made when needed
 
     @property
@@ -121,10 +122,15 @@ class BlockLayer(BufferedLayer):
         super()._assign(keys, values)
 
     def append(self, key_states: Tensor, value_states: Tensor) -> tuple[Tensor, Tensor]:
-        """Seal what is due, append to the tail; return stand-ins for all K and V, or the tail if that is all."""
+        """Seal what is due, append to the tail; return stand-ins for all K and V, or the tail if that is all.
+
+        Of a prompt stand-ins are returned in any case: they see the mask, which says where padded rows begin.
+        """
         self.seal()
         self.version += 1
         self.buffer.append(key_states, value_states)
+        if not self._entry_tokens and self._padding_noted and key_states.shape[2] == 1:
+            return self.buffer.view()
         reading = _Reading(self)
         return (
             stand_in(reading, "key", key_states.dtype, key_states.device),
@@ -274,6 +280,7 @@ class BlockLayer(BufferedLayer):
 
     def _note_padding(self, mask: Tensor | None) -> None:
         """Remember where each row begins, from the mask of the newest query, before anything is sealed."""
+        self._padding_noted = True
         if mask is None or mask.ndim != 4:
             self._first_real = None
             return
