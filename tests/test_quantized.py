@@ -310,3 +310,23 @@ def test_conversion_from_and_to_dynamic_cache():
     back = cache.to_dynamic()
     for exact, decoded in zip(theirs.layers, back.layers, strict=True):
         torch.testing.assert_close(exact.keys, decoded.keys, atol=0.1, rtol=0.05)
+
+
+@pytest.mark.parametrize("chunk", [4, 8, 16, 60])
+def test_the_sinks_of_a_padded_row_are_found_when_it_comes_in_chunks(chunk):
+    model = llama()
+    ids, mask = left_padded()
+    cache, exact = blocks(model, KVQuantizationConfig(2, 2, sink_tokens=4, residual_tokens=8)), dynamic(model)
+    positions = (mask.cumsum(1) - 1).clamp(min=0)
+    with torch.no_grad():
+        for start in range(0, 60, chunk):
+            part = slice(start, start + chunk)
+            for one in (cache, exact):
+                forward(
+                    model, ids[:, part], one, attention_mask=mask[:, : start + chunk], position_ids=positions[:, part]
+                )
+        forward(model, token_ids(2, 1), cache)
+    for row, first in ((0, 25), (1, 0)):
+        held, expected = (one.layers[0].keys[row, :, first : first + 6] for one in (cache, exact))
+        torch.testing.assert_close(held[:, :4], expected[:, :4])
+        assert not torch.allclose(held[:, 4:], expected[:, 4:], atol=1e-3)

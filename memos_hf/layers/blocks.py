@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import itertools
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -20,6 +21,8 @@ from .buffer import row_signature
 
 # So many blocks are left to be sealed only by a prompt; they are sealed as soon as another layer is updated.
 PROMPT_BLOCKS = 4
+# Where a row begins that has been nothing but padding so far.
+UNKNOWN = -1
 
 
 class BlockLayer(BufferedLayer):
@@ -58,8 +61,8 @@ class BlockLayer(BufferedLayer):
         self._table = []  # of each row, the slots of its entries
         self._entry_tokens: list[int] = []  # of each entry, its valid tokens
         self._sinks: Sinks | None = None
-        self._first_real: Tensor | None = None  # of each row, its first token that is not padding
-        self._padding_noted = False  # whether a mask was seen that says so
+        self._first_real: Tensor | None = None  # of each row, its first token that is not padding, or UNKNOWN
+        self._padding_noted = False  # whether that is known of every row
         self._read_with: Sealed | None = None  # table and starts on the device, made when needed
 
     @property
@@ -214,8 +217,9 @@ class BlockLayer(BufferedLayer):
 
     def attend(self, query: Tensor, mask: Tensor | None, causal: bool, scale: float | None) -> Tensor | None:
         """Attention over blocks, sinks and tail in place, or `None` where they have to be decoded."""
-        if not self._entry_tokens:
+        if not self._padding_noted:
             self._note_padding(mask)
+        if not self._entry_tokens:
             return None  # nothing is encoded yet: the tail is a plain tensor
         output = attend_in_place(query, Exact(*self.buffer.view()), self._sealed(), self._sinks, mask, causal, scale)
         if output is not None:
@@ -279,15 +283,29 @@ class BlockLayer(BufferedLayer):
         return (torch.arange(self.block_size, device=device) < tokens[:, None]).flatten()
 
     def _note_padding(self, mask: Tensor | None) -> None:
-        """Remember where each row begins, from the mask of the newest query, before anything is sealed."""
-        self._padding_noted = True
+        """Find where each row begins, in the mask of the newest query; rows that were padding so far stay unknown."""
+        batch, device = self._signatures[0][0], self.buffer.tensors[0].device
         if mask is None or mask.ndim != 4:
-            self._first_real = None
-            return
-        visible = mask[:, 0, -1]
-        if visible.dtype != torch.bool:
-            visible = visible > torch.finfo(visible.dtype).min / 2
-        self._first_real = visible.int().argmax(dim=-1)
+            begins = torch.zeros(batch, dtype=torch.int64, device=device)
+        else:
+            visible = mask[:, 0, -1]
+            if visible.dtype != torch.bool:
+                visible = visible > torch.finfo(visible.dtype).min / 2
+            begins = torch.where(visible.any(dim=-1), visible.int().argmax(dim=-1), UNKNOWN).expand(batch)
+        if self._first_real is not None:
+            begins = torch.where(self._first_real != UNKNOWN, self._first_real, begins)
+        self._first_real = begins.clone()
+        self._padding_noted = bool((begins != UNKNOWN).all())
+        if self._sinks is not None:
+            self._sinks = replace(self._sinks, positions=self._sink_positions(batch, device))
+
+    def _sink_positions(self, batch: int, device: torch.device) -> Tensor:
+        """int32 `[batch, sinks]`: each row's first real tokens, -1 where it has none yet."""
+        begins = self._first_real
+        if begins is None:  # attention that shows no mask: taken as unpadded
+            begins = torch.zeros(batch, dtype=torch.int64, device=device)
+        positions = begins[:, None] + torch.arange(self.quantization.sink_tokens, device=device)
+        return torch.where(begins[:, None] == UNKNOWN, UNKNOWN, positions).int()
 
     def _keep_sinks(self, keys: Tensor, values: Tensor, first: int) -> None:
         """Copy those of each row's first real tokens that are among `keys`, which begin at token `first`."""
@@ -296,10 +314,7 @@ class BlockLayer(BufferedLayer):
             return
         batch, heads, tokens, _ = keys.shape
         if self._sinks is None:
-            starts = torch.zeros(batch, 1, dtype=torch.int64, device=keys.device)
-            if self._first_real is not None:
-                starts = self._first_real.expand(batch)[:, None].clone()
-            positions = (starts + torch.arange(count, device=keys.device)).int()
+            positions = self._sink_positions(batch, keys.device)
             shape = (batch, heads, count)
             self._sinks = Sinks(
                 keys.new_zeros(*shape, keys.shape[3]), values.new_zeros(*shape, values.shape[3]), positions
@@ -317,8 +332,8 @@ class BlockLayer(BufferedLayer):
             return
         exact = self._sinks.keys if role == "key" else self._sinks.values
         at = self._sinks.positions.long()[:, None, :, None].expand_as(exact)
-        sealed = at < self.sealed_tokens
-        at = at.clamp(max=states.shape[2] - 1)
+        sealed = (at >= 0) & (at < self.sealed_tokens)
+        at = at.clamp(0, states.shape[2] - 1)
         states.scatter_(2, at, torch.where(sealed, exact, states.gather(2, at)))
 
     def _rows(self, batch: int) -> list[list[int]]:
@@ -363,7 +378,7 @@ class BlockLayer(BufferedLayer):
         if self._sinks is not None:
             sinks = self._sinks
             self._sinks = Sinks(sinks.keys[index], sinks.values[index], sinks.positions[index])
-        if self._first_real is not None and self._first_real.shape[0] > 1:
+        if self._first_real is not None:
             self._first_real = self._first_real[index]
 
 
