@@ -45,6 +45,9 @@ class KVQuantizationConfig:
     value_axis : {"token", "tensor"}
     group_size : int, optional
         Elements that share a scale; `None`: all channels of a token, or all tokens of a block.
+    value_group_size : int or "as keys", optional
+        The same for values alone. A rotated token that shares one scale needs no lowest value beside it at 4 or 2
+        bits: the rotation centres it.
     sink_tokens : int
         First real tokens of each row that are kept exact too.
     residual_tokens : int
@@ -69,6 +72,7 @@ class KVQuantizationConfig:
     residual_tokens: int = 128
     rotation: Literal["hadamard"] | None = None
     skip_layers: tuple[int, ...] = ()
+    value_group_size: int | Literal["as keys"] | None = "as keys"
 
     def __post_init__(self) -> None:
         for name in ("key_bits", "value_bits"):
@@ -81,6 +85,8 @@ class KVQuantizationConfig:
         if self.rotation not in (None, "hadamard"):
             raise ValueError(f"rotation: expected 'hadamard' or None, got {self.rotation!r}")
         _check_positive_int("group_size", self.group_size)
+        if self.value_group_size != "as keys":
+            _check_positive_int("value_group_size", self.value_group_size)
         for name in ("sink_tokens", "residual_tokens"):
             value = getattr(self, name)
             if isinstance(value, bool) or not isinstance(value, int) or value < 0:
@@ -101,15 +107,18 @@ class KVQuantizationConfig:
 
     def specs(self, key_dim: int, value_dim: int, block_size: int) -> tuple[CodecSpec, CodecSpec]:
         """Codecs for keys and values of these head dims. A preset adapts to any, what was asked for is kept."""
-        keys, values = self._spec(self.key_bits, self.key_axis), self._spec(self.value_bits, self.value_axis)
+        value_group = self.group_size if self.value_group_size == "as keys" else self.value_group_size
+        keys = self._spec(self.key_bits, self.key_axis, self.group_size)
+        values = self._spec(self.value_bits, self.value_axis, value_group)
         if self in PRESETS.values():
             return keys.fitted_to(key_dim, block_size), values.fitted_to(value_dim, block_size)
         return keys, values
 
-    def _spec(self, bits: Bits, axis: Axis) -> CodecSpec:
+    def _spec(self, bits: Bits, axis: Axis, group_size: int | None) -> CodecSpec:
         if bits == "full":
             return CodecSpec()
-        return CodecSpec(KINDS[bits], axis, None if axis == "tensor" else self.group_size, self.rotation)
+        centred = self.rotation is not None and axis == "token" and group_size is None and bits in (4, 2)
+        return CodecSpec(KINDS[bits], axis, None if axis == "tensor" else group_size, self.rotation, symmetric=centred)
 
 
 @dataclass(frozen=True)
@@ -226,6 +235,6 @@ def _check_positive_int(name: str, value: Any) -> None:
 PRESETS: dict[str, KVQuantizationConfig] = {
     "int8": KVQuantizationConfig(),
     "fp8": KVQuantizationConfig(key_bits="fp8", value_bits="fp8"),
-    "int4": KVQuantizationConfig(4, 4, key_axis="channel", group_size=32, rotation="hadamard"),
+    "int4": KVQuantizationConfig(4, 4, key_axis="channel", group_size=32, value_group_size=None, rotation="hadamard"),
     "int2": KVQuantizationConfig(2, 2, key_axis="channel", group_size=32, rotation="hadamard"),
 }

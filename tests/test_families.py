@@ -86,3 +86,15 @@ def test_whispers_own_generate_gives_what_dynamic_cache_gives(device: str) -> No
         for cache in (model.memos_cache(), model.dynamic_cache())
     )
     assert torch.equal(ours, theirs)
+
+
+@pytest.mark.parametrize("family", FAMILIES, ids=by_name)
+def test_layers_hold_something_where_dynamic_caches_do(family: Family) -> None:
+    """Layers that share the keys and values of others hold nothing."""
+    model = subject(family, "cpu")
+    held = []
+    for cache in (model.memos_cache(), model.dynamic_cache()):
+        model.forward(cache, model.prompt(1, 4))
+        layers = getattr(cache, "self_attention_cache", cache).layers
+        held.append([getattr(layer, "keys", None) is not None for layer in layers])
+    assert held[0] == held[1]

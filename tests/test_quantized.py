@@ -242,6 +242,7 @@ def test_bad_options_are_refused_by_name(options, error, words):
         ({"value_axis": "channel"}, "value_axis"),
         ({"key_axis": "head"}, "key_axis"),
         ({"group_size": 0}, "group_size"),
+        ({"value_group_size": 0}, "value_group_size"),
         ({"sink_tokens": -1}, "sink_tokens"),
         ({"rotation": "random"}, "rotation"),
     ],

@@ -126,12 +126,12 @@ class CodecSpec:
         return CodecSpec(cast(Kind, kind), **options)  # type: ignore[arg-type]
 
     def fitted_to(self, head_dim: int, block_size: int) -> CodecSpec:
-        """The nearest spec that a head dim and a block size allow: smaller groups, no rotation."""
+        """The nearest spec that a head dim and a block size allow: smaller groups, no rotation, nor what relies on it."""
         spec = self
         if spec.axis == "channel" and spec.group_size is not None:
             spec = replace(spec, group_size=min(spec.group_size, block_size))
         if spec.rotation and not is_power_of_two(head_dim):
-            spec = replace(spec, rotation=None)
+            spec = replace(spec, rotation=None, symmetric=False)
         if spec.axis == "token" and spec.group_size is not None and head_dim % spec.group_size:
             shared = math.gcd(spec.group_size, head_dim)
             spec = replace(spec, group_size=shared if shared >= 8 else None)
