@@ -126,7 +126,7 @@ class CodecSpec:
         return CodecSpec(cast(Kind, kind), **options)  # type: ignore[arg-type]
 
     def fitted_to(self, head_dim: int, block_size: int) -> CodecSpec:
-        """The nearest spec that a head dim and a block size allow: smaller groups, no rotation, nor what relies on it."""
+        """The nearest spec that a head dim and a block size allow: smaller groups, no rotation nor what needs it."""
         spec = self
         if spec.axis == "channel" and spec.group_size is not None:
             spec = replace(spec, group_size=min(spec.group_size, block_size))
