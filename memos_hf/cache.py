@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import replace
-from functools import partial
 from typing import Any
 
 import torch
@@ -117,8 +116,10 @@ class MemOSCache(DynamicCache):  # type: ignore[misc]
             layers=layers, offloading=offloading, offload_only_non_sliding=offload_only_non_sliding
         )
         if config is None:
-            self.layer_class_to_replicate = partial(convert.full_attention_layer, self.options, -1)
+            # Only says that layers are added as they are updated: `update` does so itself, as it knows their index.
+            self.layer_class_to_replicate = ContiguousLayer
         self._updated_last: int | None = None
+        self._shares_layers = config is not None and _shares_layers(config)
         self._static_room = StaticRoom(max_cache_len) if static and max_cache_len is not None else None
         for layer_idx, states in enumerate(data or ()):
             self._fill_layer(layer_idx, states)
@@ -189,6 +190,7 @@ class MemOSCache(DynamicCache):  # type: ignore[misc]
         if self.options.quantization is not None:
             raise ValueError(f"quantize: the cache is quantized already, by {self.options.quantization}")
         options = replace(self.options, quantization=KVQuantizationConfig.of(quantization))
+        refuse_combinations(quantization=True, offloading=self.offloading)
         full = {index: layer for index, layer in enumerate(self.layers) if isinstance(layer, ContiguousLayer)}
         for layer_idx, layer in full.items():
             convert.check_quantizable(layer, options, layer_idx)
@@ -196,8 +198,6 @@ class MemOSCache(DynamicCache):  # type: ignore[misc]
             self.layers[layer_idx] = convert.from_dynamic(layer, options, layer_idx)
             layer.buffer.free()
         self.options = options
-        if self.layer_class_to_replicate is not None:
-            self.layer_class_to_replicate = partial(convert.full_attention_layer, options, -1)
 
     def to_dynamic(self) -> DynamicCache:
         """A `DynamicCache` with a copy of what this cache holds."""
@@ -222,6 +222,8 @@ class MemOSCache(DynamicCache):  # type: ignore[misc]
             If the ceiling is reached (by any layer: the first layer's update checks for all), or batch, heads, head
             dim, dtype or device differ from what the layer holds. The cache is then as it was.
         """
+        while self.layer_class_to_replicate is not None and len(self.layers) <= layer_idx:
+            self.layers.append(convert.full_attention_layer(self.options, len(self.layers)))
         self._check_room(key_states.shape[-2], layer_idx)
         if self.options.static:
             prepare_static(self.layers[layer_idx], key_states, value_states)
@@ -232,6 +234,8 @@ class MemOSCache(DynamicCache):  # type: ignore[misc]
 
     def _seal_prompt(self, layer_idx: int) -> None:
         """Seal what a long prompt left in the layer before: one layer at a time is in full precision."""
+        if self._shares_layers:
+            return  # a later layer may read this one again in the same step, and is to read it exact
         previous, self._updated_last = self._updated_last, layer_idx
         if previous not in (None, layer_idx) and isinstance(self.layers[previous], BlockLayer):
             self.layers[previous].seal(at_least=PROMPT_BLOCKS)
@@ -379,8 +383,8 @@ class MemOSCache(DynamicCache):  # type: ignore[misc]
             )
         keys, values, window = (*states, None)[:3]
         if self.layer_class_to_replicate is not None:
-            layer = ContiguousLayer(self.options) if window is None else SlidingLayer(self.options, int(window))
-            self.layers.append(layer)
+            full = convert.full_attention_layer(self.options, layer_idx)
+            self.layers.append(full if window is None else SlidingLayer(self.options, int(window)))
         if keys is not None and values is not None:
             self.layers[layer_idx].update(keys, values)
 
@@ -420,6 +424,12 @@ def _check_use(options: CacheOptions, config: PretrainedConfig | None, data: Any
         raise RuntimeError("offloading=True: moves layers between host memory and an accelerator, and there is none")
 
 
+def _shares_layers(config: PretrainedConfig) -> bool:
+    """Whether layers of the model read the keys and values of other layers."""
+    text_config = config.get_text_config(decoder=True)
+    return bool(getattr(text_config, "kv_sharing_modes", None) or getattr(text_config, "num_kv_shared_layers", None))
+
+
 def _asks_for_flash(config: PretrainedConfig) -> bool:
     """Whether the model of this config runs some flash attention."""
     return getattr(config, "_attn_implementation", None) is not None and bool(is_flash_attention_requested(config))
@@ -431,6 +441,9 @@ def _layers_for(config: PretrainedConfig, options: CacheOptions) -> list[Any]:
     layer_types, layer_kwargs = get_layer_types_and_kwargs(text_config)
     if isinstance(layer_kwargs, dict):  # one dict for all layers before transformers 5.19
         layer_kwargs = [layer_kwargs] * len(layer_types)
+    skipped = options.quantization.skip_layers if options.quantization is not None else ()
+    if any(layer_idx >= len(layer_types) for layer_idx in skipped):
+        raise ValueError(f"skip_layers: expected indices below the {len(layer_types)} layers there are, got {skipped}")
     if options.static:
         return [
             STATIC_LAYER_TYPE_MAPPING[layer_type](max_cache_len=options.max_cache_len, **kwargs)

@@ -93,6 +93,8 @@ class KVQuantizationConfig:
                 raise ValueError(f"{name}: expected an int of at least 0, got {value!r}")
         if not all(isinstance(layer, int) for layer in self.skip_layers):
             raise TypeError(f"skip_layers: expected a tuple of layer indices, got {self.skip_layers!r}")
+        if any(layer < 0 for layer in self.skip_layers):
+            raise ValueError(f"skip_layers: expected indices of at least 0, got {self.skip_layers!r}")
 
     @classmethod
     def of(cls, quantization: KVQuantizationConfig | Preset) -> KVQuantizationConfig:

@@ -331,3 +331,149 @@ def test_the_sinks_of_a_padded_row_are_found_when_it_comes_in_chunks(chunk):
         held, expected = (one.layers[0].keys[row, :, first : first + 6] for one in (cache, exact))
         torch.testing.assert_close(held[:, :4], expected[:, :4])
         assert not torch.allclose(held[:, 4:], expected[:, 4:], atol=1e-3)
+
+
+def padded_caches(model, **options):
+    """Caches that have seen the same left-padded prompt, and the mask of the next token."""
+    ids, mask = left_padded()
+    caches = MemOSCache(model.config, **options), dynamic(model)
+    with torch.no_grad():
+        for cache in caches:
+            forward(model, ids, cache, attention_mask=mask)
+    return *caches, torch.cat([mask, mask[:, -1:]], dim=1)
+
+
+@pytest.mark.parametrize("way", ["quantize", "from_cache", "eager first"])
+def test_a_padded_cache_that_is_quantized_later_is_still_right(way):
+    model = copy.deepcopy(llama())
+    if way == "eager first":
+        model.set_attn_implementation("eager")
+        ours, theirs, mask = padded_caches(model, quantization=LOSSLESS, block_size=8)
+        with torch.no_grad():
+            for cache in (ours, theirs):
+                forward(model, token_ids(2, 1), cache, attention_mask=mask)
+        mask = torch.cat([mask, mask[:, -1:]], dim=1)
+        model.set_attn_implementation("sdpa")
+    else:
+        ours, theirs, mask = padded_caches(model, block_size=8)
+        if way == "quantize":
+            ours.quantize(LOSSLESS)
+        else:
+            ours = MemOSCache.from_cache(theirs, quantization=LOSSLESS, block_size=8)
+    with torch.no_grad():
+        logits = [forward(model, token_ids(2, 1), cache, attention_mask=mask).logits for cache in (ours, theirs)]
+    torch.testing.assert_close(*logits, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize(
+    ("change", "batch"),
+    [
+        (lambda cache: cache.reorder_cache(torch.tensor([1, 0])), 2),
+        (lambda cache: cache.batch_repeat_interleave(2), 4),
+        (lambda cache: cache.batch_select_indices(torch.tensor([1])), 1),
+        (lambda cache: cache.batch_select_indices(torch.tensor([], dtype=torch.long)), 0),
+    ],
+)
+def test_rows_change_when_a_crop_has_left_no_tail(change, batch):
+    model = llama()
+    ours, theirs = blocks(model), dynamic(model)
+    with torch.no_grad():
+        for cache in (ours, theirs):
+            forward(model, token_ids(2, 60), cache)
+            forward(model, token_ids(2, 1), cache)
+            cache.crop(-45)
+            change(cache)
+        assert ours.layers[0].keys.shape == theirs.layers[0].keys.shape
+        if batch:
+            new = token_ids(batch, 2, seed=3)
+            logits = [forward(model, new, cache).logits for cache in (ours, theirs)]
+            torch.testing.assert_close(*logits, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("trained", ["everything", "layers.0.self_attn.v_proj"])
+def test_gradients_reach_what_is_in_the_tail(trained):
+    model = copy.deepcopy(llama())
+    for name, parameter in model.named_parameters():
+        parameter.requires_grad_(trained == "everything" or trained in name)
+    norms = []
+    for cache in (blocks(model), dynamic(model)):
+        with torch.no_grad():
+            forward(model, token_ids(1, 60), cache)
+        forward(model, token_ids(1, 5, seed=1), cache).logits.square().mean().backward()
+        norms.append(model.model.layers[0].self_attn.v_proj.weight.grad.norm())
+        model.zero_grad(set_to_none=True)
+    torch.testing.assert_close(*norms, rtol=1e-3, atol=1e-4)
+
+
+@pytest.mark.parametrize("preset", ["int8", "int4", "int2", "fp8"])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_autocast_seals_and_reads(preset, dtype):
+    cache = MemOSCache(llama().config, quantization=preset, block_size=16)
+    with torch.autocast("cpu", dtype):
+        answer = generate(llama(), token_ids(1, 300), cache, 20)
+    assert answer.shape[1] == 320
+    assert cache.stats.seals > 0
+
+
+@pytest.mark.parametrize("modes", [(torch.inference_mode, torch.no_grad), (torch.no_grad, torch.inference_mode)])
+def test_filled_and_reordered_in_one_mode_it_seals_in_another(modes):
+    model = llama()
+    ours, theirs = blocks(model), dynamic(model)
+    for cache in (ours, theirs):
+        for mode, seed in zip((*modes, *modes), range(4), strict=True):
+            with mode():
+                forward(model, token_ids(2, 30, seed=seed), cache)
+                cache.reorder_cache(torch.tensor([1, 0]))
+    torch.testing.assert_close(ours.layers[0].keys, theirs.layers[0].keys)
+
+
+def test_halves_assigned_one_after_the_other_replace_everything():
+    model = llama()
+    ours, theirs = blocks(model), dynamic(model)
+    with torch.no_grad():
+        for cache in (ours, theirs):
+            forward(model, token_ids(2, 60), cache)
+            forward(model, token_ids(2, 1), cache)
+            for layer in cache.layers:
+                layer.keys = layer.keys[:, :, :13]
+                layer.values = layer.values[:, :, :13]
+        logits = [forward(model, token_ids(2, 2, seed=3), cache).logits for cache in (ours, theirs)]
+    torch.testing.assert_close(*logits, rtol=1e-4, atol=1e-4)
+
+
+def test_layers_without_a_config_are_quantized_by_their_index():
+    data = [random_states(tokens=300) for _ in range(2)]
+    filled = MemOSCache(data, quantization="int8")
+    grown = MemOSCache(quantization=KVQuantizationConfig(skip_layers=(0,)))
+    for layer_idx in range(2):
+        grown.update(*data[layer_idx], layer_idx)
+    assert [type(layer).__name__ for layer in filled.layers] == ["BlockLayer", "BlockLayer"]
+    assert [type(layer).__name__ for layer in grown.layers] == ["ContiguousLayer", "BlockLayer"]
+
+
+def test_layers_to_skip_must_exist():
+    with pytest.raises(ValueError, match="skip_layers: expected indices of at least 0"):
+        KVQuantizationConfig(skip_layers=(-1,))
+    with pytest.raises(ValueError, match="skip_layers: expected indices below the 3 layers"):
+        MemOSCache(llama().config, quantization=KVQuantizationConfig(skip_layers=(99,)))
+
+
+@pytest.mark.parametrize("shape", [(2, 1, 5, 1), (1, 1, 1, 1), (1, 1, 5, 66)])
+def test_a_mask_is_broadcast_as_torch_does(shape):
+    model = llama()
+    ours, theirs = blocks(model), dynamic(model)
+    mask = torch.ones(shape, dtype=torch.bool)
+    with torch.no_grad():
+        for cache in (ours, theirs):
+            forward(model, token_ids(2, 60), cache)
+            forward(model, token_ids(2, 1), cache)
+        logits = [forward(model, token_ids(2, 5), cache, attention_mask=mask).logits for cache in (ours, theirs)]
+    torch.testing.assert_close(*logits, rtol=1e-4, atol=1e-4)
+
+
+def test_layers_that_share_keys_and_values_read_a_prompt_exact():
+    (family,) = (family for family in FAMILIES if family.name == "gemma4")
+    model = subject(family)
+    ids = model.prompt(1, 400)
+    logits = [model.forward(cache, ids) for cache in (cache_for(model, INT8), model.dynamic_cache())]
+    torch.testing.assert_close(*logits, rtol=1e-4, atol=1e-4)

@@ -17,6 +17,7 @@ def attend_in_place(
     tail: Exact,
     sealed: Sealed | None,
     sinks: Sinks | None,
+    tokens: int,
     mask: Tensor | None,
     causal: bool,
     scale: float | None,
@@ -29,6 +30,8 @@ def attend_in_place(
         `[batch, heads, queries, head_dim]`.
     tail, sealed, sinks
         What is cached; see :mod:`memos_hf.attention.reference`.
+    tokens : int
+        How many tokens that is, of each row.
     mask, causal, scale
         As `scaled_dot_product_attention` takes them: a mask that broadcasts to `[batch, heads, queries, tokens]`, or
         `causal` from the first token on, or neither: everything is seen.
@@ -36,7 +39,7 @@ def attend_in_place(
     batch, heads, queries, head_dim = query.shape
     if queries > MOST_QUERIES or (causal and queries > 1):
         return None
-    if torch.is_grad_enabled() and query.requires_grad:
+    if torch.is_grad_enabled() and any(states.requires_grad for states in (query, tail.keys, tail.values)):
         return None  # the kernels compute no gradients
     scale = head_dim**-0.5 if scale is None else scale
     if mask is None:
@@ -44,7 +47,7 @@ def attend_in_place(
         query = query.reshape(batch, heads * queries, 1, head_dim)
     elif mask.ndim != 4 or mask.requires_grad:
         return None
-    elif mask.shape[2] != queries:
-        mask = mask.expand(-1, -1, queries, -1)
+    else:
+        mask = mask.expand(-1, -1, queries, tokens)
     output = decode_attention(query, tail, sealed, sinks, mask, scale)
     return output.view(batch, heads, queries, -1)

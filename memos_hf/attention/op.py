@@ -98,7 +98,8 @@ def _decode_attention(
     check_shapes(query, tail, sealed, sinks, mask, head_sinks)
     compiled = query.device.type == "cpu" and cpu.supports(query, tail_keys, tail_values) and cpu.available()
     run = cpu.decode_attention if compiled else reference.decode_attention
-    return run(query, tail, sealed, sinks, mask, scale, softcap, head_sinks)
+    with torch.autocast(query.device.type, enabled=False):  # the softmax is accumulated in float32
+        return run(query, tail, sealed, sinks, mask, scale, softcap, head_sinks)
 
 
 @torch.library.register_fake("memos::decode_attention", lib=_library)  # type: ignore[untyped-decorator]

@@ -291,13 +291,18 @@ class BlockCodec:
         if self.spec.kind == "full":
             return {"codes": states.to(self.dtype)}, damaged
         per_pass = max(1, ELEMENTS_PER_PASS // max(1, states[:1].numel()))
-        parts = [self._encode_pass(part) for part in torch.split(states, per_pass)]
-        return {name: torch.cat([part[name] for part in parts]) for name in parts[0]}, damaged
+        with torch.autocast(states.device.type, enabled=False):
+            parts = [self._encode_pass(part) for part in torch.split(states, per_pass)]
+            return {name: torch.cat([part[name] for part in parts]) for name in parts[0]}, damaged
 
     def decode(self, encoded: dict[str, Tensor]) -> Tensor:
         """Decode blocks to `[n, heads, block_size, head_dim]` in the codec's dtype."""
         if self.spec.kind == "full":
             return encoded["codes"]
+        with torch.autocast(encoded["codes"].device.type, enabled=False):
+            return self._decode(encoded)
+
+    def _decode(self, encoded: dict[str, Tensor]) -> Tensor:
         states = self.decode_rotated(encoded)
         if self.spec.rotation:
             states = states @ hadamard(self.head_dim, states.device)

@@ -43,7 +43,7 @@ class BufferedLayer(CacheLayerMixin):  # type: ignore[misc]
 
     @keys.setter
     def keys(self, keys: Tensor | None) -> None:
-        self._assign(keys, self.buffer.halves()[1])
+        self._assign(keys, self._half(1))
 
     @property
     def values(self) -> Tensor | None:
@@ -52,7 +52,7 @@ class BufferedLayer(CacheLayerMixin):  # type: ignore[misc]
 
     @values.setter
     def values(self, values: Tensor | None) -> None:
-        self._assign(self.buffer.halves()[0], values)
+        self._assign(self._half(0), values)
 
     @property
     def is_empty(self) -> bool:
@@ -143,7 +143,7 @@ class BufferedLayer(CacheLayerMixin):  # type: ignore[misc]
 
     def batch_select_indices(self, indices: Tensor) -> None:
         """Keep the rows `indices`, int64 or a boolean mask over the batch, on any device."""
-        if self.buffer.length == 0:
+        if self.is_empty:
             return
         batch = self._signatures[0][0]
         index = torch.as_tensor(indices, device=self.buffer.tensors[0].device).flatten()
@@ -156,7 +156,7 @@ class BufferedLayer(CacheLayerMixin):  # type: ignore[misc]
 
     def batch_repeat_interleave(self, repeats: int) -> None:
         """Repeat every row `repeats` times, copies side by side."""
-        if self.buffer.length == 0:
+        if self.is_empty:
             return
         rows = torch.arange(self._signatures[0][0], device=self.buffer.tensors[0].device)
         self._take_rows(rows.repeat_interleave(repeats))
@@ -201,6 +201,10 @@ class BufferedLayer(CacheLayerMixin):  # type: ignore[misc]
         self.buffer.take_rows(index)
         keys, values = self._signatures
         self._signatures = (index.shape[0], *keys[1:]), (index.shape[0], *values[1:])
+
+    def _half(self, half: int) -> Tensor | None:
+        """All of K (0) or V (1), whether or not the other one is there."""
+        return self.buffer.halves()[half]
 
     def _lent(self, half: int) -> Tensor | None:
         return self.buffer.halves()[half] if self.is_initialized else None

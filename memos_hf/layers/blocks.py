@@ -23,6 +23,8 @@ from .buffer import row_signature
 PROMPT_BLOCKS = 4
 # Where a row begins that has been nothing but padding so far.
 UNKNOWN = -1
+# Where a row begins whose first real tokens were sealed before it was known that they are.
+MISSED = -2
 
 
 class BlockLayer(BufferedLayer):
@@ -118,6 +120,9 @@ class BlockLayer(BufferedLayer):
         """All K and V, decoded, in tensors of their own; `None` if there are none."""
         return (None, None) if self.is_empty else (self.decode("key").clone(), self.decode("value").clone())
 
+    def _half(self, half: int) -> Tensor | None:
+        return self.decode("key" if half == 0 else "value") if self._entry_tokens else super()._half(half)
+
     def _assign(self, keys: Tensor | None, values: Tensor | None) -> None:
         self.version += 1
         self._release_rows(self._table)
@@ -198,7 +203,8 @@ class BlockLayer(BufferedLayer):
     def decode(self, role: Role) -> Tensor:
         """All of K or V in a plain tensor, `[batch, heads, tokens, head_dim]`; the tail itself if that is all."""
         index = 0 if role == "key" else 1
-        tail = self.buffer.view()[index]
+        tail = self.buffer.halves()[index]
+        assert tail is not None
         if not self._entry_tokens:
             return tail
         assert self._pool is not None
@@ -206,14 +212,14 @@ class BlockLayer(BufferedLayer):
             (self._pool.key_codec, self._pool.keys) if role == "key" else (self._pool.value_codec, self._pool.values)
         )
         batch, heads, _, head_dim = tail.shape
-        slots = torch.tensor(self._table, device=tail.device)
+        slots = torch.tensor(self._table, dtype=torch.int64, device=tail.device)
         states = codec.decode({name: arena[slots.flatten()] for name, arena in arenas.items()})
-        states = states.view(batch, -1, heads, self.block_size, head_dim).transpose(1, 2).flatten(2, 3)
+        entries = len(self._entry_tokens)
+        states = states.view(batch, entries, heads, self.block_size, head_dim).transpose(1, 2).flatten(2, 3)
         if self.sealed_tokens < states.shape[2]:
             states = states[:, :, self._valid_positions(tail.device)]
-        states = torch.cat([states, tail], dim=2)
         self._put_sinks(states, role)
-        return states
+        return torch.cat([states, tail], dim=2)
 
     def attend(self, query: Tensor, mask: Tensor | None, causal: bool, scale: float | None) -> Tensor | None:
         """Attention over blocks, sinks and tail in place, or `None` where they have to be decoded."""
@@ -221,7 +227,8 @@ class BlockLayer(BufferedLayer):
             self._note_padding(mask)
         if not self._entry_tokens:
             return None  # nothing is encoded yet: the tail is a plain tensor
-        output = attend_in_place(query, Exact(*self.buffer.view()), self._sealed(), self._sinks, mask, causal, scale)
+        tail, tokens = Exact(*self.buffer.view()), self.get_seq_length()
+        output = attend_in_place(query, tail, self._sealed(), self._sinks, tokens, mask, causal, scale)
         if output is not None:
             self.fused_calls += 1
         return output
@@ -285,6 +292,9 @@ class BlockLayer(BufferedLayer):
     def _note_padding(self, mask: Tensor | None) -> None:
         """Find where each row begins, in the mask of the newest query; rows that were padding so far stay unknown."""
         batch, device = self._signatures[0][0], self.buffer.tensors[0].device
+        if self._entry_tokens and self._first_real is None:
+            self._padding_noted = True  # sealed before any mask was seen: the sinks are what they are
+            return
         if mask is None or mask.ndim != 4:
             begins = torch.zeros(batch, dtype=torch.int64, device=device)
         else:
@@ -293,6 +303,8 @@ class BlockLayer(BufferedLayer):
                 visible = visible > torch.finfo(visible.dtype).min / 2
             begins = torch.where(visible.any(dim=-1), visible.int().argmax(dim=-1), UNKNOWN).expand(batch)
         if self._first_real is not None:
+            # What is sealed by now can no longer be copied exactly.
+            begins = torch.where((begins >= 0) & (begins < self.sealed_tokens), MISSED, begins)
             begins = torch.where(self._first_real != UNKNOWN, self._first_real, begins)
         self._first_real = begins.clone()
         self._padding_noted = bool((begins != UNKNOWN).all())
@@ -305,7 +317,7 @@ class BlockLayer(BufferedLayer):
         if begins is None:  # attention that shows no mask: taken as unpadded
             begins = torch.zeros(batch, dtype=torch.int64, device=device)
         positions = begins[:, None] + torch.arange(self.quantization.sink_tokens, device=device)
-        return torch.where(begins[:, None] == UNKNOWN, UNKNOWN, positions).int()
+        return torch.where(begins[:, None] < 0, -1, positions).int()
 
     def _keep_sinks(self, keys: Tensor, values: Tensor, first: int) -> None:
         """Copy those of each row's first real tokens that are among `keys`, which begin at token `first`."""
@@ -316,9 +328,9 @@ class BlockLayer(BufferedLayer):
         if self._sinks is None:
             positions = self._sink_positions(batch, keys.device)
             shape = (batch, heads, count)
-            self._sinks = Sinks(
-                keys.new_zeros(*shape, keys.shape[3]), values.new_zeros(*shape, values.shape[3]), positions
-            )
+            with torch.inference_mode(False):  # written at later updates, in whatever mode they come
+                zeros = [states.new_zeros(*shape, states.shape[3]) for states in (keys, values)]
+            self._sinks = Sinks(zeros[0], zeros[1], positions)
         at = self._sinks.positions.long() - first
         here = ((at >= 0) & (at < tokens))[:, None, :, None]
         at = at.clamp(0, tokens - 1)[:, None, :, None]
@@ -327,14 +339,13 @@ class BlockLayer(BufferedLayer):
             kept.copy_(torch.where(here, found, kept))
 
     def _put_sinks(self, states: Tensor, role: Role) -> None:
-        """Write the exact sinks over their decoded selves in `states`, `[batch, heads, tokens, head_dim]`."""
+        """Write the exact sinks over their decoded selves in `states`, `[batch, heads, sealed_tokens, head_dim]`."""
         if self._sinks is None:
             return
         exact = self._sinks.keys if role == "key" else self._sinks.values
-        at = self._sinks.positions.long()[:, None, :, None].expand_as(exact)
-        sealed = (at >= 0) & (at < self.sealed_tokens)
-        at = at.clamp(0, states.shape[2] - 1)
-        states.scatter_(2, at, torch.where(sealed, exact, states.gather(2, at)))
+        at = self._sinks.positions.long()
+        rows, sinks = ((at >= 0) & (at < self.sealed_tokens)).nonzero(as_tuple=True)
+        states[rows, :, at[rows, sinks]] = exact[rows, :, sinks]
 
     def _rows(self, batch: int) -> list[list[int]]:
         return self._table or [[] for _ in range(batch)]
@@ -377,7 +388,8 @@ class BlockLayer(BufferedLayer):
             self._read_with = None
         if self._sinks is not None:
             sinks = self._sinks
-            self._sinks = Sinks(sinks.keys[index], sinks.values[index], sinks.positions[index])
+            with torch.inference_mode(False):
+                self._sinks = Sinks(sinks.keys[index], sinks.values[index], sinks.positions[index])
         if self._first_real is not None:
             self._first_real = self._first_real[index]
 

@@ -85,6 +85,6 @@ class _Views:
         return self.exact.keys if role == "key" else self.exact.values
 
     def attend(self, query: Tensor, mask: Tensor | None, causal: bool, scale: float | None) -> Tensor | None:
-        output = attend_in_place(query, self.exact, None, None, mask, causal, scale)
+        output = attend_in_place(query, self.exact, None, None, self.exact.keys.shape[2], mask, causal, scale)
         self.layer.fused_calls += output is not None
         return output
