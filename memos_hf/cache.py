@@ -100,14 +100,14 @@ class MemOSCache(DynamicCache):  # type: ignore[misc]
     ) -> None:
         config, data = _config_and_data(source, config, ddp_cache_data)
         self.options = CacheOptions(
-            initial_capacity,
-            max_cache_len,
-            growth_factor,
-            layout,
-            static,
-            KVQuantizationConfig.of(quantization) if quantization is not None else None,
-            block_size,
-            fused_attention,
+            initial_capacity=initial_capacity,
+            max_cache_len=max_cache_len,
+            growth_factor=growth_factor,
+            layout=layout,
+            quantization=KVQuantizationConfig.of(quantization) if quantization is not None else None,
+            block_size=block_size,
+            fused_attention=fused_attention,
+            static=static,
         )
         _check_use(self.options, config, data, offloading)
         layers = _layers_for(config, self.options) if config is not None else []
