@@ -4,7 +4,7 @@ import copy
 
 import pytest
 import torch
-from tiny import SHAPE, dynamic, forward, generate, mistral, random_states, token_ids
+from tiny import SHAPE, VERSION, dynamic, forward, generate, mistral, random_states, token_ids
 from transformers import DynamicCache, Gemma3ForCausalLM, Gemma3TextConfig, MistralForCausalLM
 from transformers.cache_utils import DynamicSlidingWindowLayer
 
@@ -104,6 +104,7 @@ def test_crop_further_back_than_recording_began_is_refused():
     assert layer.keys.shape[2] == 7
 
 
+@pytest.mark.skipif(VERSION < (5, 24), reason="the draft model's own cache, transformers', fails before")
 def test_assisted_decoding_crosses_a_window_of_six_as_plain_greedy_does():
     model, draft = mistral(window=6), copy.deepcopy(mistral(window=6))
     with torch.no_grad():
