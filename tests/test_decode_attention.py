@@ -323,7 +323,7 @@ def test_contiguous_buffers_are_read_by_strides(dtype, tokens):
     query = torch.randn(2, 6, 1, 64).to(dtype)
     keys, values = torch.randn(2, 2, 1024, 2, 64).to(dtype).unbind(3)
     keys, values = keys[:, :, :tokens], values[:, :, :tokens]
-    output = cpu.contiguous_decode_attention(query, keys, values)
+    output = cpu.decode_attention(query, Exact(keys, values), None, None, None, query.shape[-1] ** -0.5, 0.0, None)
     stock = torch.nn.functional.scaled_dot_product_attention
     expected = stock(query.double(), keys.double(), values.double(), enable_gqa=True)
     assert output.dtype == dtype
@@ -335,7 +335,7 @@ def test_infinite_half_precision_values_stay_infinite():
     keys = torch.zeros(1, 1, 4, 8, dtype=torch.float16)
     values = torch.ones(1, 1, 4, 8, dtype=torch.float16)
     values[0, 0, 0, :3] = torch.tensor([math.inf, -math.inf, math.nan])
-    output = cpu.contiguous_decode_attention(torch.zeros(1, 1, 1, 8), keys, values)
+    output = cpu.decode_attention(torch.zeros(1, 1, 1, 8), Exact(keys, values), None, None, None, 1.0, 0.0, None)
     assert output[0, 0, 0, :3].tolist()[:2] == [math.inf, -math.inf]
     assert output[0, 0, 0, 2].isnan() and output[0, 0, 0, 3:].eq(1).all()
 

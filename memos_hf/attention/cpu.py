@@ -102,37 +102,6 @@ def decode_attention(
     return output if query.dtype == torch.float32 else output.to(query.dtype)
 
 
-def contiguous_decode_attention(
-    query: Tensor,
-    keys: Tensor,
-    values: Tensor,
-    mask: Tensor | None = None,
-    scale: float | None = None,
-    softcap: float = 0.0,
-    head_sinks: Tensor | None = None,
-) -> Tensor:
-    """Attention of a few queries over full-precision keys and values that lie in one buffer each.
-
-    Parameters
-    ----------
-    query : Tensor
-        `[batch, heads, queries, head_dim]`, float32, bfloat16 or float16.
-    keys, values : Tensor
-        `[batch, kv_heads, tokens, head_dim]`, of any strides but a last one of 1 (else they are copied).
-    mask, softcap, head_sinks
-        As in :func:`decode_attention`.
-    scale : float, optional
-        Factor of the scores, `head_dim ** -0.5` by default.
-
-    Returns
-    -------
-    Tensor
-        `[batch, heads, queries, value_dim]` in the dtype of `query`.
-    """
-    scale = query.shape[-1] ** -0.5 if scale is None else scale
-    return decode_attention(query, Exact(keys, values), None, None, mask, scale, softcap, head_sinks)
-
-
 def _tile_tokens(head_dim: int, block_size: int) -> int:
     tokens = TILE_TOKENS
     while tokens > 8 and tokens * head_dim > TILE_ELEMENTS:

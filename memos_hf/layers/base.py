@@ -69,9 +69,17 @@ class BufferedLayer(CacheLayerMixin):  # type: ignore[misc]
     def growth_limit(self) -> int | None:
         """Tokens at which growth stops, unless more are needed."""
 
-    @abstractmethod
     def check_crop(self, tokens_to_remove: int) -> None:
         """Raise if `crop` would, and change nothing."""
+        removed_tokens(tokens_to_remove)
+
+    def get_max_length(self) -> int:
+        """The ceiling in tokens; -1 without one."""
+        return self.options.max_cache_len or -1
+
+    def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
+        """Length of what the next update of `query_length` tokens returns, and the position of its first token."""
+        return self.get_seq_length() + query_length, 0
 
     @abstractmethod
     def crop(self, tokens_to_remove: int) -> None:

@@ -54,18 +54,6 @@ class ContiguousLayer(BufferedLayer):
         """Tokens cached."""
         return self.buffer.length
 
-    def get_max_length(self) -> int:
-        """The ceiling in tokens; -1 without one."""
-        return self.options.max_cache_len or -1
-
-    def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
-        """Length of what the next update of `query_length` tokens returns, and the position of its first token."""
-        return self.buffer.length + query_length, 0
-
-    def check_crop(self, tokens_to_remove: int) -> None:
-        """Raise if `crop` would."""
-        removed_tokens(tokens_to_remove)
-
     def crop(self, tokens_to_remove: int) -> None:
         """Remove the last `-tokens_to_remove` tokens: the pointer moves, nothing is copied."""
         self.buffer.remove_last(removed_tokens(tokens_to_remove))
