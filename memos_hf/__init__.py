@@ -1,8 +1,11 @@
 """memos_hf: a KV cache for HuggingFace Transformers."""
 
+from .attention import interface
 from .cache import MemOSCache
 from .config import CacheOptions, KVQuantizationConfig
 from .report import CacheStats, DeviceMemory, MemoryReport
+
+interface.register()
 
 __version__ = "0.1.0"
 

@@ -21,6 +21,7 @@ from transformers.cache_utils import (
 )
 from transformers.utils.generic import is_flash_attention_requested
 
+from .attention import interface
 from .config import CacheOptions, KVQuantizationConfig, Layout, Preset, refuse_combinations
 from .layers import BlockLayer, BufferedLayer, ContiguousLayer, SlidingLayer, convert
 from .layers.base import check_ceiling
@@ -108,6 +109,7 @@ class MemOSCache(DynamicCache):  # type: ignore[misc]
             block_size=block_size,
             fused_attention=fused_attention,
             static=static,
+            follow_scores=config is not None and _attention_of(config) == interface.NAME,
         )
         _check_use(self.options, config, data, offloading)
         layers = _layers_for(config, self.options) if config is not None else []
@@ -422,6 +424,11 @@ def _check_use(options: CacheOptions, config: PretrainedConfig | None, data: Any
     )
     if offloading and torch.accelerator.current_accelerator() is None:
         raise RuntimeError("offloading=True: moves layers between host memory and an accelerator, and there is none")
+
+
+def _attention_of(config: PretrainedConfig) -> str | None:
+    name: str | None = getattr(config.get_text_config(decoder=True), "_attn_implementation", None)
+    return name
 
 
 def _shares_layers(config: PretrainedConfig) -> bool:

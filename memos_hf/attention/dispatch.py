@@ -21,6 +21,8 @@ def attend_in_place(
     mask: Tensor | None,
     causal: bool,
     scale: float | None,
+    softcap: float = 0.0,
+    head_sinks: Tensor | None = None,
 ) -> Tensor | None:
     """What `scaled_dot_product_attention` gives for few queries, or `None` where K and V have to be decoded.
 
@@ -35,19 +37,24 @@ def attend_in_place(
     mask, causal, scale
         As `scaled_dot_product_attention` takes them: a mask that broadcasts to `[batch, heads, queries, tokens]`, or
         `causal` from the first token on, or neither: everything is seen.
+    softcap, head_sinks
+        See :func:`memos_hf.attention.reference.decode_attention`.
     """
     batch, heads, queries, head_dim = query.shape
     if queries > MOST_QUERIES or (causal and queries > 1):
         return None
-    if torch.is_grad_enabled() and any(states.requires_grad for states in (query, tail.keys, tail.values)):
+    if torch.is_grad_enabled() and any(
+        states is not None and states.requires_grad for states in (query, tail.keys, tail.values, head_sinks)
+    ):
         return None  # the kernels compute no gradients
     scale = head_dim**-0.5 if scale is None else scale
     if mask is None:
         # The kernels take a missing mask as causal at the end, which one query a head makes the same.
         query = query.reshape(batch, heads * queries, 1, head_dim)
+        head_sinks = None if head_sinks is None else head_sinks.repeat_interleave(queries)
     elif mask.ndim != 4 or mask.requires_grad:
         return None
     else:
         mask = mask.expand(-1, -1, queries, tokens)
-    output = decode_attention(query, tail, sealed, sinks, mask, scale)
+    output = decode_attention(query, tail, sealed, sinks, mask, scale, softcap, head_sinks)
     return output.view(batch, heads, queries, -1)

@@ -9,6 +9,7 @@ is right, and the common thing is fast.
 
 from __future__ import annotations
 
+from abc import abstractmethod
 from collections.abc import Callable
 from typing import Any, Literal, Protocol
 
@@ -17,11 +18,19 @@ from torch import Tensor
 from torch.utils._pytree import tree_map
 
 Role = Literal["key", "value"]
-Stage = Literal["stored", "axis", "repeated over an axis", "repeated"]
+Stage = Literal["stored", "axis", "repeated over an axis", "repeated", "merged", "transposed"]
 
 
 class Reading(Protocol):
-    """What the two stand-ins of one update read from: a layer as it was left by that update."""
+    """What the two stand-ins of one update read from: a layer as it was left by that update.
+
+    Attributes
+    ----------
+    follows_scores : bool
+        Whether scores that a model computes from the keys by itself are followed; see :mod:`.scores`.
+    """
+
+    follows_scores: bool
 
     def shape(self, role: Role) -> tuple[int, int, int, int]:
         """`[batch, kv_heads, tokens, head_dim]` of K or V."""
@@ -29,17 +38,24 @@ class Reading(Protocol):
     def decode(self, role: Role) -> Tensor:
         """All of K or V as a plain tensor. Raises a `RuntimeError` if the layer has changed since."""
 
-    def attend(self, query: Tensor, mask: Tensor | None, causal: bool, scale: float | None) -> Tensor | None:
+    def attend(
+        self,
+        query: Tensor,
+        mask: Tensor | None,
+        causal: bool,
+        scale: float | None,
+        softcap: float = 0.0,
+        head_sinks: Tensor | None = None,
+    ) -> Tensor | None:
         """Attention read in place, `[batch, heads, queries, value_dim]`, or `None` where it has to be decoded."""
 
 
-class StandIn(Tensor):
-    """See the module. Made by :func:`stand_in`."""
+class NoData(Tensor):
+    """A tensor with a shape, dtype and device, whose numbers are computed when an operation asks for them."""
 
-    reading: Reading
-    role: Role
-    stage: Stage
-    repeats: int
+    @abstractmethod
+    def plain(self) -> Tensor:
+        """The plain tensor that this one stands for."""
 
     @classmethod
     def __torch_function__(
@@ -50,8 +66,7 @@ class StandIn(Tensor):
         with torch._C.DisableTorchFunctionSubclass():
             if func in _METADATA:
                 return func(*args, **kwargs)
-            follow = _FOLLOWED.get(func)
-            if follow is not None:
+            for follow in FOLLOWED.get(func, ()):
                 result = follow(*args, **kwargs)
                 if result is not None:
                     return result
@@ -66,13 +81,38 @@ class StandIn(Tensor):
         return func(*tree_map(decoded, args), **tree_map(decoded, kwargs or {}))
 
     def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
-        return f"StandIn({self.role}s, shape={tuple(self.shape)}, dtype={self.dtype}, device='{self.device}')"
+        return f"{type(self).__name__}(shape={tuple(self.shape)}, dtype={self.dtype}, device='{self.device}')"
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Tensor:
-        return decoded(self).clone()  # type: ignore[no-any-return]
+        return self.plain().clone()
 
     def __reduce_ex__(self, protocol: Any) -> Any:
-        return decoded(self).__reduce_ex__(protocol)
+        return self.plain().__reduce_ex__(protocol)  # type: ignore[no-untyped-call]
+
+
+class StandIn(NoData):
+    """Keys or values of a layer; see the module. Made by :func:`stand_in`."""
+
+    reading: Reading
+    role: Role
+    stage: Stage
+    repeats: int
+
+    def plain(self) -> Tensor:
+        """Decode."""
+        states = self.reading.decode(self.role)
+        if self.stage == "stored":
+            return states
+        if self.stage == "merged":
+            return states.reshape(self.shape)
+        if self.stage == "transposed":
+            return states.reshape(*self.shape[:-2], states.shape[2], -1).transpose(-1, -2)
+        batch, heads, tokens, head_dim = states.shape
+        states = states[:, :, None]
+        if self.stage == "axis":
+            return states
+        states = states.expand(batch, heads, self.repeats, tokens, head_dim)
+        return states if self.stage == "repeated over an axis" else states.reshape(self.shape)
 
 
 def stand_in(reading: Reading, role: Role, dtype: torch.dtype, device: torch.device) -> Tensor:
@@ -81,18 +121,8 @@ def stand_in(reading: Reading, role: Role, dtype: torch.dtype, device: torch.dev
 
 
 def decoded(item: Any) -> Any:
-    """The plain tensor that a stand-in stands for; anything else as it is."""
-    if not isinstance(item, StandIn):
-        return item
-    states = item.reading.decode(item.role)
-    if item.stage == "stored":
-        return states
-    batch, heads, tokens, head_dim = states.shape
-    states = states[:, :, None]
-    if item.stage == "axis":
-        return states
-    states = states.expand(batch, heads, item.repeats, tokens, head_dim)
-    return states if item.stage == "repeated over an axis" else states.reshape(item.shape)
+    """The plain tensor that one without data stands for; anything else as it is."""
+    return item.plain() if isinstance(item, NoData) else item
 
 
 def _made(
@@ -109,7 +139,8 @@ def _made(
     return tensor
 
 
-def _next(item: StandIn, shape: tuple[int, ...], stage: Stage, repeats: int) -> StandIn:
+def next_stage(item: StandIn, shape: tuple[int, ...], stage: Stage, repeats: int = 1) -> StandIn:
+    """What stands for a view of what `item` stands for."""
     return _made(item.reading, item.role, shape, item.dtype, item.device, stage, repeats)
 
 
@@ -117,7 +148,7 @@ def _new_axis(item: Tensor, index: Any) -> StandIn | None:
     whole = slice(None)
     if isinstance(item, StandIn) and item.stage == "stored" and index == (whole, whole, None, whole, whole):
         batch, heads, tokens, head_dim = item.shape
-        return _next(item, (batch, heads, 1, tokens, head_dim), "axis", 1)
+        return next_stage(item, (batch, heads, 1, tokens, head_dim), "axis", 1)
     return None
 
 
@@ -128,7 +159,7 @@ def _expand(item: Tensor, *sizes: Any) -> StandIn | None:
     shape = tuple(item.shape)
     if (*sizes[:2], *sizes[3:]) != (*shape[:2], *shape[3:]):
         return None
-    return _next(item, sizes, "repeated over an axis", sizes[2])
+    return next_stage(item, sizes, "repeated over an axis", sizes[2])
 
 
 def _reshape(item: Tensor, *sizes: Any) -> StandIn | None:
@@ -138,7 +169,7 @@ def _reshape(item: Tensor, *sizes: Any) -> StandIn | None:
     batch, heads, repeats, tokens, head_dim = item.shape
     if sizes != (batch, heads * repeats, tokens, head_dim):
         return None
-    return _next(item, sizes, "repeated", repeats)
+    return next_stage(item, sizes, "repeated", repeats)
 
 
 def _same(item: Tensor, *args: Any, **kwargs: Any) -> StandIn | None:
@@ -155,25 +186,64 @@ def _attend(
     scale: float | None = None,
     enable_gqa: bool = False,
 ) -> Tensor | None:
-    if not isinstance(key, StandIn) or not isinstance(value, StandIn) or isinstance(query, StandIn):
+    if dropout_p:
+        return None
+    if (
+        isinstance(key, StandIn)
+        and key.stage == "stored"
+        and not enable_gqa
+        and key.shape[1] not in (1, query.shape[1])
+    ):
+        return None  # for torch to refuse
+    return attend(query, key, value, attn_mask, scale, causal=is_causal)
+
+
+def attend(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    mask: Tensor | None,
+    scale: float | None,
+    softcap: float = 0.0,
+    head_sinks: Tensor | None = None,
+    causal: bool = False,
+) -> Tensor | None:
+    """Attention read in place, if `key` and `value` are the stand-ins of one update and the shapes suit.
+
+    Parameters
+    ----------
+    query : Tensor
+        `[batch, heads, queries, head_dim]`.
+    key, value : Tensor
+        As they came to attention.
+    mask, causal, scale
+        As `scaled_dot_product_attention` takes them.
+    softcap, head_sinks
+        As :func:`memos_hf.attention.reference.decode_attention` takes them.
+
+    Returns
+    -------
+    Tensor or None
+        `[batch, heads, queries, value_dim]`; `None` where keys and values have to be decoded.
+    """
+    if not isinstance(key, StandIn) or not isinstance(value, StandIn) or isinstance(query, NoData):
         return None
     if key.reading is not value.reading or (key.role, value.role) != ("key", "value"):
         return None
     if key.stage != value.stage or key.repeats != value.repeats or key.stage not in ("stored", "repeated"):
         return None
-    if dropout_p or query.ndim != 4 or isinstance(attn_mask, StandIn):
+    if query.ndim != 4 or isinstance(mask, NoData):
         return None
-    if key.stage == "stored" and not enable_gqa and key.shape[1] not in (1, query.shape[1]):
-        return None  # for torch to refuse
-    return key.reading.attend(query, attn_mask, is_causal, scale)
+    return key.reading.attend(query, mask, causal, scale, softcap, head_sinks)
 
 
-_FOLLOWED: dict[Callable[..., Any], Callable[..., Tensor | None]] = {
-    torch.nn.functional.scaled_dot_product_attention: _attend,
-    Tensor.__getitem__: _new_axis,
-    Tensor.expand: _expand,
-    Tensor.reshape: _reshape,
-    Tensor.contiguous: _same,
+# What is followed, and how: the first of these that knows what to do with its arguments says what comes out.
+FOLLOWED: dict[Callable[..., Any], tuple[Callable[..., Tensor | None], ...]] = {
+    torch.nn.functional.scaled_dot_product_attention: (_attend,),
+    Tensor.__getitem__: (_new_axis,),
+    Tensor.expand: (_expand,),
+    Tensor.reshape: (_reshape,),
+    Tensor.contiguous: (_same,),
 }
 
 _METADATA: set[Callable[..., Any]] = {

@@ -209,14 +209,24 @@ class BlockLayer(BufferedLayer):
         self._put_sinks(states, role)
         return torch.cat([states, tail], dim=2)
 
-    def attend(self, query: Tensor, mask: Tensor | None, causal: bool, scale: float | None) -> Tensor | None:
+    def attend(
+        self,
+        query: Tensor,
+        mask: Tensor | None,
+        causal: bool,
+        scale: float | None,
+        softcap: float,
+        head_sinks: Tensor | None,
+    ) -> Tensor | None:
         """Attention over blocks, sinks and tail in place, or `None` where they have to be decoded."""
         if not self._padding_noted:
             self._note_padding(mask)
         if not self._entry_tokens:
             return None  # nothing is encoded yet: the tail is a plain tensor
         tail, tokens = Exact(*self.buffer.view()), self.get_seq_length()
-        output = attend_in_place(query, tail, self._sealed(), self._sinks, tokens, mask, causal, scale)
+        output = attend_in_place(
+            query, tail, self._sealed(), self._sinks, tokens, mask, causal, scale, softcap, head_sinks
+        )
         if output is not None:
             self.fused_calls += 1
         return output
@@ -387,6 +397,7 @@ class _Reading:
 
     def __init__(self, layer: BlockLayer) -> None:
         self.layer, self.version = layer, layer.version
+        self.follows_scores = layer.options.follow_scores
 
     def shape(self, role: Role) -> tuple[int, int, int, int]:
         tail = self.layer.buffer.tensors[0 if role == "key" else 1]
@@ -399,9 +410,17 @@ class _Reading:
             self.layer.materialised_calls += 1
         return states
 
-    def attend(self, query: Tensor, mask: Tensor | None, causal: bool, scale: float | None) -> Tensor | None:
+    def attend(
+        self,
+        query: Tensor,
+        mask: Tensor | None,
+        causal: bool,
+        scale: float | None,
+        softcap: float = 0.0,
+        head_sinks: Tensor | None = None,
+    ) -> Tensor | None:
         self._check()
-        return self.layer.attend(query, mask, causal, scale)
+        return self.layer.attend(query, mask, causal, scale, softcap, head_sinks)
 
     def _check(self) -> None:
         if self.version != self.layer.version:

@@ -64,6 +64,7 @@ class _Views:
 
     def __init__(self, layer: ContiguousLayer, keys: Tensor, values: Tensor) -> None:
         self.layer, self.exact = layer, Exact(keys, values)
+        self.follows_scores = layer.options.follow_scores
 
     def shape(self, role: Role) -> tuple[int, int, int, int]:
         batch, heads, tokens, head_dim = self.decode(role).shape
@@ -72,7 +73,16 @@ class _Views:
     def decode(self, role: Role) -> Tensor:
         return self.exact.keys if role == "key" else self.exact.values
 
-    def attend(self, query: Tensor, mask: Tensor | None, causal: bool, scale: float | None) -> Tensor | None:
-        output = attend_in_place(query, self.exact, None, None, self.exact.keys.shape[2], mask, causal, scale)
+    def attend(
+        self,
+        query: Tensor,
+        mask: Tensor | None,
+        causal: bool,
+        scale: float | None,
+        softcap: float = 0.0,
+        head_sinks: Tensor | None = None,
+    ) -> Tensor | None:
+        tokens = self.exact.keys.shape[2]
+        output = attend_in_place(query, self.exact, None, None, tokens, mask, causal, scale, softcap, head_sinks)
         self.layer.fused_calls += output is not None
         return output
