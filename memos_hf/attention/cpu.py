@@ -82,7 +82,8 @@ def decode_attention(
     parts = min(max(batch * kv_heads * steps // STEPS_PER_PART, 1), PARTS_PER_THREAD * threads if threads > 1 else 1)
     threads = min(threads, parts)
     state_size = rows * (value_dim + 2)
-    scratch_size = state_size + rows * (2 * key_dim + tile) + tile * max(key_dim, value_dim) + _scales(sealed, tile)
+    work_size = max(tile * max(key_dim, value_dim), rows * max(key_dim, tile) + _scales(sealed, tile))
+    scratch_size = state_size + rows * (2 * key_dim + tile) + work_size
     scratch_size = -(-scratch_size // 32) * 32  # a thread's scratch starts a cache line of its own
     memory = _scratch(threads * scratch_size + 2 * parts * state_size)
     floats = query.to(torch.float32).contiguous()

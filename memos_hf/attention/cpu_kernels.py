@@ -9,7 +9,8 @@ pair of batch row and KV head, cut into parts::
 A thread takes the next part from a counter until none is left, so threads that come late or never do no harm. A pair
 that lies in one part is written to the output at once; what is left of the others is kept as (output, maximum, sum),
 and whoever finishes last joins it (flash-decoding). Within a part the query heads of a KV head, times the queries,
-are the rows of a small matrix, so that each tile is decoded once for all of them.
+are the rows of a small matrix. Codes are decoded in registers on the way into products with it, a few rows at a time;
+scales are folded into sums, queries or weights, so that the innermost loop converts and multiplies, nothing else.
 
 Addresses instead of arrays make one signature of every dtype and stride: the kernel is compiled once.
 """
@@ -22,7 +23,9 @@ from typing import Any, cast
 
 import numpy as np
 from llvmlite import ir  # type: ignore[import-untyped]
+from llvmlite.binding import get_host_cpu_features  # type: ignore[import-untyped]
 from numba import carray, cfunc, njit, types  # type: ignore[attr-defined]
+from numba.core import cgutils
 from numba.extending import intrinsic
 
 # Kinds of storage, as the fields `*_kind` of a job say them.
@@ -62,6 +65,13 @@ FLOATS = (
     *("value_scale_unit", "value_zero_unit", "value_lowest"),
 )
 JOB = np.dtype([(name, np.int64) for name in INTEGERS] + [(name, np.float64) for name in FLOATS])
+
+# Rows of factors that are multiplied with a vector of elements once it is decoded, and lanes of that vector: their sums
+# are to fit in the registers of the processor.
+ROWS_AT_ONCE = 4
+WIDE = 64 if get_host_cpu_features().get("avx512f") else 32
+# Tokens of float32 values that are read vector after vector while the first-level cache has them.
+TOKENS_AT_ONCE = 16
 
 # Sums may be reordered, so that they vectorise; infinities (masks) keep their meaning, so this is not `fastmath=True`.
 _MATH = {"reassoc", "contract", "nsz", "arcp"}
@@ -114,50 +124,139 @@ _int8s = _pointer_to(types.int8)
 _uint8s = _pointer_to(types.uint8)
 
 
-def _small_float(integer: Any, exponent_bits: int) -> Any:
-    """An intrinsic that reads the bits of a small IEEE-like float, finite and with its sign on top, as a float32.
+def _types(lanes: int) -> tuple[Any, Any]:
+    """32-bit integers and floats: vectors of so many lanes, or scalars."""
+    word, number = ir.IntType(32), ir.FloatType()
+    return (word, number) if lanes == 1 else (ir.VectorType(word, lanes), ir.VectorType(number, lanes))
+
+
+def _constant(like: Any, number: Any) -> Any:
+    """A number of the type `like`, in every lane if that is a vector."""
+    return ir.Constant(like, [number] * like.count if isinstance(like, ir.VectorType) else number)
+
+
+def _in_all_lanes(builder: Any, value: Any, lanes: int) -> Any:
+    if lanes == 1:
+        return value
+    nothing = ir.Constant(ir.VectorType(value.type, lanes), ir.Undefined)
+    first = builder.insert_element(nothing, value, ir.IntType(32)(0))
+    return builder.shuffle_vector(first, nothing, _constant(_types(lanes)[0], 0))
+
+
+def _small_float(builder: Any, bits: Any, width: int, exponent_bits: int, lanes: int) -> Any:
+    """Small IEEE-like floats, finite and with their sign on top, in the low bits of 32-bit integers, as float32.
 
     In the compiler's own terms because numba would compute in 64 bits, which halves what fits in a vector. Numbers
     without a leading one are converted from integers: float32 numbers of that kind are slow on many processors.
     """
-    mantissa_bits = integer.bitwidth - 1 - exponent_bits
+    word, number = _types(lanes)
+    mantissa_bits = width - 1 - exponent_bits
     bias = (1 << (exponent_bits - 1)) - 1
+    sign = builder.shl(builder.and_(bits, _constant(word, 1 << (width - 1))), _constant(word, 32 - width))
+    magnitude = builder.and_(bits, _constant(word, (1 << (width - 1)) - 1))
+    moved = builder.shl(magnitude, _constant(word, 23 - mantissa_bits))
+    if bias != 127:
+        normal = builder.add(moved, _constant(word, (127 - bias) << 23))
+        step = _constant(number, 2.0 ** (1 - bias - mantissa_bits))
+        tiny = builder.bitcast(builder.fmul(builder.sitofp(magnitude, number), step), word)
+        is_tiny = builder.icmp_unsigned("<", magnitude, _constant(word, 1 << mantissa_bits))
+        moved = builder.select(is_tiny, tiny, normal)
+    return builder.bitcast(builder.or_(sign, moved), number)
+
+
+def _reader_of(exponent_bits: int) -> Any:
+    """An intrinsic that reads the bits of a 16-bit float as a float32."""
 
     @_intrinsic
     def convert(typing_context: Any, bits: Any) -> Any:
         def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
-            word, number = ir.IntType(32), ir.FloatType()
-            wide, top = builder.zext(arguments[0], word), integer.bitwidth - 1
-            sign = builder.shl(builder.and_(wide, word(1 << top)), word(31 - top))
-            magnitude = builder.and_(wide, word((1 << top) - 1))
-            moved = builder.shl(magnitude, word(23 - mantissa_bits))
-            if bias != 127:
-                normal = builder.add(moved, word((127 - bias) << 23))
-                step = ir.Constant(number, 2.0 ** (1 - bias - mantissa_bits))
-                tiny = builder.bitcast(builder.fmul(builder.sitofp(magnitude, number), step), word)
-                moved = builder.select(builder.icmp_unsigned("<", magnitude, word(1 << mantissa_bits)), tiny, normal)
-            return builder.bitcast(builder.or_(sign, moved), number)
+            return _small_float(builder, builder.zext(arguments[0], ir.IntType(32)), 16, exponent_bits, 1)
 
-        return types.float32(integer), generate
+        return types.float32(types.uint16), generate
 
     return convert
 
 
-_bfloat16 = _small_float(types.uint16, 8)
-_finite_half = _small_float(types.uint16, 5)
-_finite_fp8 = _small_float(types.uint8, 4)
+_bfloat16 = _reader_of(8)
+_finite_half = _reader_of(5)
 
 
-@_intrinsic
-def _packed_code(typing_context: Any, byte: Any, shift: Any, mask: Any) -> Any:
-    """Some bits of a byte as a float32, computed in 32 bits as above."""
+def _load(builder: Any, element: Any, lanes: int, address: Any) -> Any:
+    kind = element if lanes == 1 else ir.VectorType(element, lanes)
+    return builder.load(builder.inttoptr(address, kind.as_pointer()), align=1 if element.intrinsic_name == "i8" else 4)
 
-    def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
-        word = ir.IntType(32)
-        shifted = builder.lshr(builder.zext(arguments[0], word), builder.trunc(arguments[1], word))
-        return builder.sitofp(builder.and_(shifted, builder.trunc(arguments[2], word)), ir.FloatType())
 
-    return types.float32(types.uint8, types.int64, types.int64), generate
+def _load_numbers(builder: Any, kind: int, address: Any, shift: Any, lanes: int) -> Any:
+    """Elements that lie side by side at an address, as float32; packed ones are those that lie `shift` bits up."""
+    word, number = _types(lanes)
+    if kind == FLOAT32:
+        return _load(builder, ir.FloatType(), lanes, address)
+    raw = _load(builder, ir.IntType(8), lanes, address)
+    if kind == INT8:
+        return builder.sitofp(builder.sext(raw, word), number)
+    wide = builder.zext(raw, word)
+    if kind == FP8:
+        return _small_float(builder, wide, 8, 4, lanes)
+    shifted = builder.lshr(wide, _in_all_lanes(builder, builder.trunc(shift, ir.IntType(32)), lanes))
+    return builder.sitofp(builder.and_(shifted, _constant(word, 15 if kind == INT4 else 3)), number)
+
+
+def _emit_product(builder: Any, kind: int, rows: int, lanes: int, arguments: Any) -> None:
+    """What `_product_of` makes, for one kind of elements and number of rows: the sums stay in registers."""
+    factors, factor_stride, matrix, matrix_stride, inner, out, out_stride, shift, ahead = arguments
+    integer, number = ir.IntType(64), ir.FloatType()
+    targets = [builder.add(out, builder.mul(out_stride, integer(row))) for row in range(rows)]
+    starts = [builder.add(factors, builder.mul(factor_stride, integer(row))) for row in range(rows)]
+    new = cast(Any, cgutils.alloca_once_value)
+    sums = [new(builder, _load(builder, number, lanes, target)) for target in targets]
+    with cgutils.for_range(builder, inner) as loop:
+        place = builder.add(matrix, builder.mul(loop.index, matrix_stride))
+        numbers = _load_numbers(builder, kind, place, shift, lanes)
+        if kind != FLOAT32:  # floats lie in line, which processors foresee
+            _emit_prefetch(builder, builder.add(place, ahead))
+        for start, total in zip(starts, sums, strict=True):
+            factor = _load(builder, number, 1, builder.add(start, builder.shl(loop.index, integer(2))))
+            product = builder.fmul(numbers, _in_all_lanes(builder, factor, lanes), flags=["contract"])
+            builder.store(builder.fadd(builder.load(total), product, flags=["contract"]), total)
+    for target, total in zip(targets, sums, strict=True):
+        value = builder.load(total)
+        builder.store(value, builder.inttoptr(target, value.type.as_pointer()), align=4)
+
+
+def _product_of(lanes: int) -> Any:
+    """An intrinsic: `out[r, i] += sum over k of factors[r, k] * matrix[k, i]`, for `lanes` neighbours `i`.
+
+    `matrix` holds encoded elements, which are decoded on the way; strides are in bytes. Explicit vectors, as compilers
+    do not keep the sums in registers when they find vectors by themselves.
+    """
+
+    @_intrinsic
+    def product(
+        typing_context: Any,
+        kind: Any,
+        rows: Any,
+        factors: Any,
+        factor_stride: Any,
+        matrix: Any,
+        matrix_stride: Any,
+        inner: Any,
+        out: Any,
+        out_stride: Any,
+        shift: Any,
+        ahead: Any,
+    ) -> Any:
+        def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
+            wanted, count = arguments[:2]
+            for known in (FLOAT32, INT8, INT4, INT2, FP8):
+                with builder.if_then(builder.icmp_signed("==", wanted, wanted.type(known))):
+                    for some in range(1, ROWS_AT_ONCE + 1):
+                        with builder.if_then(builder.icmp_signed("==", count, count.type(some))):
+                            _emit_product(builder, known, some, lanes, arguments[2:])
+            return context.get_dummy_value()
+
+        return types.void(*(types.int64,) * 11), generate
+
+    return product
 
 
 @_intrinsic
@@ -172,18 +271,15 @@ def _power_of_two(typing_context: Any, exponent: Any) -> Any:
     return types.float32(types.float32), generate
 
 
-@_intrinsic
-def _prefetch(typing_context: Any, address: Any) -> Any:
+def _emit_prefetch(builder: Any, address: Any) -> None:
     """Ask for the cache line at an address, which need not exist."""
+    word, byte = ir.IntType(32), ir.IntType(8).as_pointer()
+    kind = ir.FunctionType(ir.VoidType(), [byte, word, word, word])
+    function = builder.module.declare_intrinsic("llvm.prefetch", [byte], kind)
+    builder.call(function, [builder.inttoptr(address, byte), word(0), word(2), word(1)])
 
-    def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
-        word, byte = ir.IntType(32), ir.IntType(8).as_pointer()
-        kind = ir.FunctionType(ir.VoidType(), [byte, word, word, word])
-        function = builder.module.declare_intrinsic("llvm.prefetch", [byte], kind)
-        builder.call(function, [builder.inttoptr(arguments[0], byte), word(0), word(2), word(1)])
-        return context.get_dummy_value()
 
-    return types.void(types.int64), generate
+_product_wide, _product_half, _product_quarter, _product_1 = map(_product_of, (WIDE, WIDE // 2, WIDE // 4, 1))
 
 
 @_intrinsic
@@ -226,48 +322,6 @@ def _half(bits: Any) -> Any:
 
 
 @_compiled
-def _decode_run(kind: int, codes: int, shift: int, count: int, scales: Any, zeros: Any, out: Any) -> None:
-    """`out[i] = code[i] * scales[i] + zeros[i]` for a run of codes that lie side by side."""
-    if kind == INT8:
-        signed = _int8s(codes)
-        for i in range(count):
-            out[i] = np.float32(signed[i]) * scales[i]
-    elif kind == FP8:
-        raw = _uint8s(codes)
-        for i in range(count):
-            out[i] = _finite_fp8(raw[i]) * scales[i]
-    else:
-        raw = _uint8s(codes)
-        mask = 15 if kind == INT4 else 3
-        for i in range(count):
-            out[i] = _packed_code(raw[i], shift, mask) * scales[i] + zeros[i]
-
-
-@_compiled
-def _decode_uniform_run(kind: int, codes: int, shift: int, count: int, scale: Any, zero: Any, out: Any) -> None:
-    """`out[i] = code[i] * scale + zero` for a run of codes that lie side by side."""
-    if kind == INT8:
-        signed = _int8s(codes)
-        for i in range(count):
-            out[i] = np.float32(signed[i]) * scale
-    elif kind == FP8:
-        raw = _uint8s(codes)
-        for i in range(count):
-            out[i] = _finite_fp8(raw[i]) * scale
-    else:
-        raw = _uint8s(codes)
-        mask = 15 if kind == INT4 else 3
-        for i in range(count):
-            out[i] = _packed_code(raw[i], shift, mask) * scale + zero
-
-
-@_compiled
-def _prefetch_run(address: int, size: int) -> None:
-    for line in range(0, size, 64):
-        _prefetch(address + line)
-
-
-@_compiled
 def _per_byte(kind: int) -> int:
     return 2 if kind == INT4 else 4 if kind == INT2 else 1
 
@@ -303,101 +357,239 @@ def _read_value_scales(job: Any, first: int, count: int, out: int) -> None:
 
 
 @_compiled
-def _decode_keys(job: Any, block: int, first: int, blocks_ahead: int, tile: int, scales: int) -> None:
-    """Decode tokens `first` to `first + job.tile` of a block into `tile`, float32 `[key_dim, job.tile]`.
+def _accumulate(
+    kind: int,
+    shift: int,
+    rows: int,
+    inner: int,
+    width: int,
+    factors: int,
+    factor_stride: int,
+    matrix: int,
+    matrix_stride: int,
+    ahead: int,
+    out: int,
+    out_stride: int,
+) -> None:
+    """`out[r, i] += sum over k of factors[r, k] * matrix[k, i]` for `width` neighbours `i`; see `_product_of`.
 
-    Run by run of tokens whose codes lie side by side and, if they share scales, in one group.
+    `factor_stride` and `out_stride` are in floats, `matrix_stride`, and `ahead`, how far to prefetch, in bytes.
     """
-    per_byte, tokens = _per_byte(job.key_kind), job.tile
-    stretch = job.block_size // per_byte
-    ahead = blocks_ahead * job.key_block_bytes
-    token_groups = job.block_size // job.key_group_tokens
-    groups = job.key_dim // job.key_group_channels * token_groups
-    if job.key_group_tokens > 1:
-        _read_key_scales(job, block * groups, groups, scales)
-    start = first
-    while start < first + tokens:
-        place, shift = start % stretch, start // stretch * (8 // per_byte)
-        count = min(first + tokens - start, stretch - place)
-        codes = job.key_codes + block * job.key_dim * stretch + place
-        out = tile + 4 * (start - first)
-        if job.key_group_tokens == 1:
-            _decode_keys_of_tokens(job, codes, stretch, shift, count, block * groups + start, ahead, out, scales)
-        else:
-            count = min(count, job.key_group_tokens - start % job.key_group_tokens)
-            group = start // job.key_group_tokens
-            _decode_keys_of_group(job, codes, stretch, shift, count, token_groups, ahead, out, scales + 4 * group)
-        start += count
+    size = 4 if kind == FLOAT32 else 1
+    stride, to_stride = 4 * factor_stride, 4 * out_stride
+    row = 0
+    while row < rows:
+        count = min(rows - row, ROWS_AT_ONCE)
+        by, i = factors + row * stride, 0
+        while i < width:
+            at, to = matrix + size * i, out + row * to_stride + 4 * i
+            if width - i >= WIDE:
+                _product_wide(kind, count, by, stride, at, matrix_stride, inner, to, to_stride, shift, ahead)
+                i += WIDE
+            elif width - i >= WIDE // 2:
+                _product_half(kind, count, by, stride, at, matrix_stride, inner, to, to_stride, shift, ahead)
+                i += WIDE // 2
+            elif width - i >= WIDE // 4:
+                _product_quarter(kind, count, by, stride, at, matrix_stride, inner, to, to_stride, shift, ahead)
+                i += WIDE // 4
+            else:
+                _product_1(kind, count, by, stride, at, matrix_stride, inner, to, to_stride, shift, ahead)
+                i += 1
+        row += count
+
+
+@_compiled
+def _score_codes(
+    job: Any, block: int, first: int, blocks_ahead: int, queries: int, scores: int, work: int, scales: int
+) -> None:
+    """Scores of the tokens `first` to `first + job.tile` of a block; scales are folded into sums or queries."""
+    rows, tokens = job.group * job.queries, job.tile
+    numbers = _floats(scores)
+    for i in range(rows * tokens):
+        numbers[i] = _ZERO
+    if job.key_group_tokens == 1:
+        _score_tokens_with_scales(job, block, first, blocks_ahead, queries, scores, work, scales)
+    else:
+        _score_groups_of_tokens(job, block, first, blocks_ahead, queries, scores, work, scales)
     if job.key_means:
         means, unit = _uint16s(job.key_means + 2 * block * job.key_dim), np.float32(job.key_mean_unit)
-        for channel in range(job.key_dim):
-            mean, numbers = _finite_half(means[channel]) * unit, _floats(tile + 4 * channel * tokens)
-            for i in range(tokens):
-                numbers[i] += mean
+        for r in range(rows):
+            query, out, shared = _floats(queries + 4 * r * job.key_dim), _floats(scores + 4 * r * tokens), _ZERO
+            for channel in range(job.key_dim):
+                shared += query[channel] * _finite_half(means[channel])
+            for t in range(tokens):
+                out[t] += shared * unit
 
 
 @_compiled
-def _decode_keys_of_tokens(
-    job: Any, codes: int, stretch: int, shift: int, count: int, row: int, ahead: int, out: int, scales: int
+def _score_run(
+    job: Any, block: int, start: int, count: int, channel: int, channels: int, ahead: int, factors: int, out: int
 ) -> None:
-    """A run of tokens that have scales of their own, for each group of channels."""
-    for first_channel in range(0, job.key_dim, job.key_group_channels):
-        _read_key_scales(job, row, count, scales)
-        for channel in range(first_channel, first_channel + job.key_group_channels):
-            target = _floats(out + 4 * channel * job.tile)
-            _prefetch_run(codes + channel * stretch + ahead, count)
-            offsets = _floats(scales + 4 * count)
-            _decode_run(job.key_kind, codes + channel * stretch, shift, count, _floats(scales), offsets, target)
-        row += job.block_size
+    """Add `factors · codes` of some channels, for a run of tokens whose codes may lie in several stretches."""
+    per_byte = _per_byte(job.key_kind)
+    stretch = job.block_size // per_byte
+    end, codes = start + count, job.key_codes + (block * job.key_dim + channel) * stretch
+    while start < end:
+        place, shift = start % stretch, start // stretch * (8 // per_byte)
+        run = min(end - start, stretch - place)
+        _accumulate(
+            job.key_kind,
+            shift,
+            job.group * job.queries,
+            channels,
+            run,
+            factors,
+            job.key_dim,
+            codes + place,
+            stretch,
+            ahead * job.key_block_bytes,
+            out,
+            job.tile,
+        )
+        start += run
+        out += 4 * run
 
 
 @_compiled
-def _decode_keys_of_group(
-    job: Any, codes: int, stretch: int, shift: int, count: int, token_groups: int, ahead: int, out: int, scales: int
+def _score_tokens_with_scales(
+    job: Any, block: int, first: int, ahead: int, queries: int, scores: int, work: int, scales: int
 ) -> None:
-    """A run of tokens in one group: each channel, or group of channels, has one scale."""
-    steps = _floats(scales)
-    offsets = _floats(scales + 4 * (job.key_dim // job.key_group_channels) * token_groups)
-    group = 0
-    for first_channel in range(0, job.key_dim, job.key_group_channels):
-        for channel in range(first_channel, first_channel + job.key_group_channels):
-            target = _floats(out + 4 * channel * job.tile)
-            _prefetch_run(codes + channel * stretch + ahead, count)
-            run = codes + channel * stretch
-            _decode_uniform_run(job.key_kind, run, shift, count, steps[group], offsets[group], target)
-        group += token_groups
+    """Scores where tokens have scales of their own, one for each group of channels: they are applied to sums."""
+    rows, tokens = job.group * job.queries, job.tile
+    groups = job.key_dim // job.key_group_channels
+    sums, steps, offsets = _floats(work), _floats(scales), _floats(scales + 4 * tokens)
+    for group in range(groups):
+        channel = group * job.key_group_channels
+        for i in range(rows * tokens):
+            sums[i] = _ZERO
+        _score_run(job, block, first, tokens, channel, job.key_group_channels, ahead, queries + 4 * channel, work)
+        _read_key_scales(job, (block * groups + group) * job.block_size + first, tokens, scales)
+        for r in range(rows):
+            query, out = _floats(queries + 4 * (r * job.key_dim + channel)), _floats(scores + 4 * r * tokens)
+            part, total = _floats(work + 4 * r * tokens), _ZERO
+            for c in range(job.key_group_channels):
+                total += query[c]
+            for t in range(tokens):
+                out[t] += part[t] * steps[t] + total * offsets[t]
 
 
 @_compiled
-def _decode_values(job: Any, block: int, first: int, count: int, blocks_ahead: int, tile: int, scales: int) -> None:
-    """Decode `count` tokens of a block from `first` on into `tile`, float32 `[count, value_dim]`.
+def _score_groups_of_tokens(
+    job: Any, block: int, first: int, ahead: int, queries: int, scores: int, work: int, scales: int
+) -> None:
+    """Scores where tokens share scales, one for each channel or group of channels: they are folded into queries."""
+    rows, tokens, dim = job.group * job.queries, job.tile, job.key_dim
+    steps = scales
+    offsets = steps + 4 * dim
+    start = first
+    while start < first + tokens:
+        place = start // job.key_group_tokens
+        count = min(first + tokens, (place + 1) * job.key_group_tokens) - start
+        _read_scales_of_channels(job, block, place, steps, offsets)
+        for r in range(rows):
+            shared = _fold(dim, queries + 4 * r * dim, steps, offsets, work + 4 * r * dim)
+            out = _floats(scores + 4 * (r * tokens + start - first))
+            for t in range(count):
+                out[t] = shared
+        _score_run(job, block, start, count, 0, dim, ahead, work, scores + 4 * (start - first))
+        start += count
 
-    Run by run of channels whose codes lie side by side and share a scale.
-    """
-    per_byte = _per_byte(job.value_kind)
-    stretch = job.value_channels // per_byte
-    ahead = blocks_ahead * job.value_block_bytes
+
+@_compiled
+def _read_scales_of_channels(job: Any, block: int, place: int, steps: int, offsets: int) -> None:
+    """Scale, and what a code of 0 stands for, of every channel, for one group of tokens."""
+    token_groups = job.block_size // job.key_group_tokens
+    groups = job.key_dim // job.key_group_channels
+    stored = _uint16s(job.key_scales + 2 * (block * groups * token_groups + place))
+    points = _int8s(job.key_zeros + block * groups * token_groups + place)
+    step, offset = _floats(steps), _floats(offsets)
+    unit, zero_unit, lowest = np.float32(job.key_scale_unit), np.float32(job.key_zero_unit), np.float32(job.key_lowest)
+    for group in range(groups):
+        step[group] = _finite_half(stored[group * token_groups]) * unit
+    if job.key_zeros:
+        for group in range(groups):
+            offset[group] = np.float32(points[group * token_groups]) * zero_unit * step[group]
+    else:
+        for group in range(groups):
+            offset[group] = lowest * step[group]
+    if job.key_group_channels > 1:
+        for channel in range(job.key_dim - 1, -1, -1):
+            step[channel] = step[channel // job.key_group_channels]
+            offset[channel] = offset[channel // job.key_group_channels]
+
+
+@_compiled
+def _fold(dim: int, query: int, steps: int, offsets: int, factors: int) -> Any:
+    """Write `query * steps`; return `query · offsets`."""
+    numbers, step, offset, out = _floats(query), _floats(steps), _floats(offsets), _floats(factors)
+    for channel in range(dim):
+        out[channel] = numbers[channel] * step[channel]
+    shared = _ZERO
+    for channel in range(dim):
+        shared += numbers[channel] * offset[channel]
+    return shared
+
+
+@_compiled
+def _add_codes(
+    job: Any, block: int, first: int, count: int, blocks_ahead: int, weights: int, work: int, scales: int, output: int
+) -> None:
+    """Add `weights · values` of `count` tokens of a block from `first` on; scales are folded into the weights."""
+    rows, tokens, dim = job.group * job.queries, job.tile, job.value_dim
     groups = job.value_channels // job.value_group_channels
     if job.value_group_tokens > 1:  # one scale for all tokens: values have no groups of some
-        rows, step = 1, 0
+        step = 0
         _read_value_scales(job, block * groups, groups, scales)
+        offsets = _floats(scales + 4 * groups)
     else:
-        rows, step = count, groups
+        step = groups
         _read_value_scales(job, (block * job.block_size + first) * groups, count * groups, scales)
-    steps, offsets = _floats(scales), _floats(scales + 4 * rows * groups)
-    channel = 0
-    while channel < job.value_dim:
+        offsets = _floats(scales + 4 * count * groups)
+    steps = _floats(scales)
+    shifted = job.value_zeros != 0 or job.value_lowest != 0.0
+    for group in range(groups):
+        channel = group * job.value_group_channels
+        end = min(channel + job.value_group_channels, dim)
+        for r in range(rows):
+            weight, factors = _floats(weights + 4 * r * tokens), _floats(work + 4 * r * tokens)
+            for i in range(count):
+                factors[i] = weight[i] * steps[i * step + group]
+            if shifted:
+                shared = _ZERO
+                for i in range(count):
+                    shared += weight[i] * offsets[i * step + group]
+                out = _floats(output + 4 * r * dim)
+                for c in range(channel, end):
+                    out[c] += shared
+        _add_run(job, block, first, count, channel, end, blocks_ahead, work, output)
+
+
+@_compiled
+def _add_run(
+    job: Any, block: int, first: int, count: int, channel: int, end: int, ahead: int, factors: int, output: int
+) -> None:
+    """Add `factors · codes` of the channels up to `end`, whose codes may lie in several stretches."""
+    per_byte = _per_byte(job.value_kind)
+    stretch = job.value_channels // per_byte
+    codes = job.value_codes + (block * job.block_size + first) * stretch
+    while channel < end:
         place, shift = channel % stretch, channel // stretch * (8 // per_byte)
-        group = channel // job.value_group_channels
-        last = min(min((group + 1) * job.value_group_channels, channel - place + stretch), job.value_dim)
-        codes = job.value_codes + (block * job.block_size + first) * stretch + place
-        for i in range(count):
-            out = _floats(tile + 4 * (i * job.value_dim + channel))
-            _prefetch_run(codes + i * stretch + ahead, last - channel)
-            run = codes + i * stretch
-            _decode_uniform_run(job.value_kind, run, shift, last - channel, steps[group], offsets[group], out)
-            group += step
-        channel = last
+        run = min(end - channel, stretch - place)
+        _accumulate(
+            job.value_kind,
+            shift,
+            job.group * job.queries,
+            count,
+            run,
+            factors,
+            job.tile,
+            codes + place,
+            stretch,
+            ahead * job.value_block_bytes,
+            output + 4 * channel,
+            job.value_dim,
+        )
+        channel += run
 
 
 @_compiled
@@ -411,114 +603,6 @@ def _widen(kind: int, source: int, stride: int, count: int, dim: int, tile: int)
         else:
             for j in range(dim):
                 out[j] = _half(raw[j])
-
-
-@_compiled
-def _accumulate(
-    rows: int,
-    inner: int,
-    width: int,
-    factors: int,
-    factor_stride: int,
-    matrix: int,
-    matrix_stride: int,
-    out: int,
-    out_stride: int,
-) -> None:
-    """`out[r] += sum over k of factors[r, k] * matrix[k]`, rows `*_stride` floats apart and `width` or `inner` long.
-
-    Scores are this with channels as `k`, outputs with tokens as `k`. Rows are taken four or three at a time, so that
-    the matrix is read once for them.
-    """
-    done = 0
-    while rows - done >= 4:
-        place, target = factors + 4 * done * factor_stride, out + 4 * done * out_stride
-        _accumulate_four(inner, width, place, factor_stride, matrix, matrix_stride, target, out_stride)
-        done += 4
-    if rows - done == 3:
-        place, target = factors + 4 * done * factor_stride, out + 4 * done * out_stride
-        _accumulate_three(inner, width, place, factor_stride, matrix, matrix_stride, target, out_stride)
-        done += 3
-    while done < rows:
-        place, target = factors + 4 * done * factor_stride, out + 4 * done * out_stride
-        _accumulate_one(inner, width, place, matrix, matrix_stride, target)
-        done += 1
-
-
-@_compiled
-def _accumulate_four(
-    inner: int, width: int, factors: int, factor_stride: int, matrix: int, matrix_stride: int, out: int, out_stride: int
-) -> None:
-    a, b = _floats(factors), _floats(factors + 4 * factor_stride)
-    c, d = _floats(factors + 8 * factor_stride), _floats(factors + 12 * factor_stride)
-    out_a, out_b = _floats(out), _floats(out + 4 * out_stride)
-    out_c, out_d = _floats(out + 8 * out_stride), _floats(out + 12 * out_stride)
-    whole = inner // 4 * 4
-    for k in range(0, whole, 4):
-        m0, m1 = _floats(matrix + 4 * k * matrix_stride), _floats(matrix + 4 * (k + 1) * matrix_stride)
-        m2, m3 = _floats(matrix + 4 * (k + 2) * matrix_stride), _floats(matrix + 4 * (k + 3) * matrix_stride)
-        a0, a1, a2, a3 = a[k], a[k + 1], a[k + 2], a[k + 3]
-        b0, b1, b2, b3 = b[k], b[k + 1], b[k + 2], b[k + 3]
-        c0, c1, c2, c3 = c[k], c[k + 1], c[k + 2], c[k + 3]
-        d0, d1, d2, d3 = d[k], d[k + 1], d[k + 2], d[k + 3]
-        for i in range(width):
-            out_a[i] += a0 * m0[i] + a1 * m1[i] + a2 * m2[i] + a3 * m3[i]
-            out_b[i] += b0 * m0[i] + b1 * m1[i] + b2 * m2[i] + b3 * m3[i]
-            out_c[i] += c0 * m0[i] + c1 * m1[i] + c2 * m2[i] + c3 * m3[i]
-            out_d[i] += d0 * m0[i] + d1 * m1[i] + d2 * m2[i] + d3 * m3[i]
-    for k in range(whole, inner):
-        m0 = _floats(matrix + 4 * k * matrix_stride)
-        a0, b0, c0, d0 = a[k], b[k], c[k], d[k]
-        for i in range(width):
-            out_a[i] += a0 * m0[i]
-            out_b[i] += b0 * m0[i]
-            out_c[i] += c0 * m0[i]
-            out_d[i] += d0 * m0[i]
-
-
-@_compiled
-def _accumulate_three(
-    inner: int, width: int, factors: int, factor_stride: int, matrix: int, matrix_stride: int, out: int, out_stride: int
-) -> None:
-    a, b, c = _floats(factors), _floats(factors + 4 * factor_stride), _floats(factors + 8 * factor_stride)
-    out_a, out_b, out_c = _floats(out), _floats(out + 4 * out_stride), _floats(out + 8 * out_stride)
-    whole = inner // 4 * 4
-    for k in range(0, whole, 4):
-        m0, m1 = _floats(matrix + 4 * k * matrix_stride), _floats(matrix + 4 * (k + 1) * matrix_stride)
-        m2, m3 = _floats(matrix + 4 * (k + 2) * matrix_stride), _floats(matrix + 4 * (k + 3) * matrix_stride)
-        a0, a1, a2, a3 = a[k], a[k + 1], a[k + 2], a[k + 3]
-        b0, b1, b2, b3 = b[k], b[k + 1], b[k + 2], b[k + 3]
-        c0, c1, c2, c3 = c[k], c[k + 1], c[k + 2], c[k + 3]
-        for i in range(width):
-            out_a[i] += a0 * m0[i] + a1 * m1[i] + a2 * m2[i] + a3 * m3[i]
-            out_b[i] += b0 * m0[i] + b1 * m1[i] + b2 * m2[i] + b3 * m3[i]
-            out_c[i] += c0 * m0[i] + c1 * m1[i] + c2 * m2[i] + c3 * m3[i]
-    for k in range(whole, inner):
-        m0 = _floats(matrix + 4 * k * matrix_stride)
-        a0, b0, c0 = a[k], b[k], c[k]
-        for i in range(width):
-            out_a[i] += a0 * m0[i]
-            out_b[i] += b0 * m0[i]
-            out_c[i] += c0 * m0[i]
-
-
-@_compiled
-def _accumulate_one(inner: int, width: int, factors: int, matrix: int, matrix_stride: int, out: int) -> None:
-    a, out_a = _floats(factors), _floats(out)
-    whole = inner // 8 * 8
-    for k in range(0, whole, 8):
-        m0, m1 = _floats(matrix + 4 * k * matrix_stride), _floats(matrix + 4 * (k + 1) * matrix_stride)
-        m2, m3 = _floats(matrix + 4 * (k + 2) * matrix_stride), _floats(matrix + 4 * (k + 3) * matrix_stride)
-        m4, m5 = _floats(matrix + 4 * (k + 4) * matrix_stride), _floats(matrix + 4 * (k + 5) * matrix_stride)
-        m6, m7 = _floats(matrix + 4 * (k + 6) * matrix_stride), _floats(matrix + 4 * (k + 7) * matrix_stride)
-        a0, a1, a2, a3, a4, a5, a6, a7 = a[k], a[k + 1], a[k + 2], a[k + 3], a[k + 4], a[k + 5], a[k + 6], a[k + 7]
-        for i in range(width):
-            near = a0 * m0[i] + a1 * m1[i] + a2 * m2[i] + a3 * m3[i]
-            out_a[i] += near + (a4 * m4[i] + a5 * m5[i] + a6 * m6[i] + a7 * m7[i])
-    for k in range(whole, inner):
-        m0, a0 = _floats(matrix + 4 * k * matrix_stride), a[k]
-        for i in range(width):
-            out_a[i] += a0 * m0[i]
 
 
 @_compiled
@@ -634,13 +718,9 @@ def _sealed_tile(job: Any, row: int, head: int, step: int, queries: int, scores:
     slot = np.int64(_int32s(job.table + 4 * row * job.table_stride)[entry])
     block = slot * job.kv_heads + head
     blocks_ahead = _blocks_to_next(job, row, entry, slot)
-    scales = tile + 4 * tokens * max(job.key_dim, job.value_dim)
+    scales = tile + 4 * rows * max(job.key_dim, tokens)
     if job.key_kind > FLOAT16:
-        _decode_keys(job, block, first, blocks_ahead, tile, scales)
-        numbers = _floats(scores)
-        for i in range(rows * tokens):
-            numbers[i] = _ZERO
-        _accumulate(rows, job.key_dim, tokens, queries, job.key_dim, tile, tokens, scores, tokens)
+        _score_codes(job, block, first, blocks_ahead, queries, scores, tile, scales)
     else:
         size = 4 if job.key_kind == FLOAT32 else 2
         source = job.key_codes + size * (block * job.block_size + first) * job.key_dim
@@ -651,8 +731,7 @@ def _sealed_tile(job: Any, row: int, head: int, step: int, queries: int, scores:
     sums = state + 4 * rows * (job.value_dim + 1)
     _soften(rows, job.value_dim, tokens, count, scores, state + 4 * rows * job.value_dim, sums, state)
     if job.value_kind > FLOAT16:
-        _decode_values(job, block, first, count, blocks_ahead, tile, scales)
-        _accumulate(rows, count, job.value_dim, scores, tokens, tile, job.value_dim, state, job.value_dim)
+        _add_codes(job, block, first, count, blocks_ahead, scores, tile, scales, state)
     else:
         size = 4 if job.value_kind == FLOAT32 else 2
         source = job.value_codes + size * (block * job.block_size + first) * job.value_dim
@@ -703,11 +782,14 @@ def _add_exact(
     tile: int,
     output: int,
 ) -> None:
-    if kind == FLOAT32:
-        _accumulate(rows, count, dim, weights, tokens, source, stride, output, dim)
-    else:
+    matrix = source
+    if kind != FLOAT32:
         _widen(kind, source, stride, count, dim, tile)
-        _accumulate(rows, count, dim, weights, tokens, tile, dim, output, dim)
+        matrix, stride = tile, dim
+    for first in range(0, count, TOKENS_AT_ONCE):
+        part = min(count - first, TOKENS_AT_ONCE)
+        at = matrix + 4 * first * stride
+        _accumulate(FLOAT32, 0, rows, part, dim, weights + 4 * first, tokens, at, 4 * stride, 0, output, dim)
 
 
 @_compiled
