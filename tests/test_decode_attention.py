@@ -1,7 +1,10 @@
 """Decode attention: the reference against a naive computation in float64, every kernel against the reference."""
 
+import copy
+import dataclasses
 import logging
 import math
+import pickle
 import threading
 
 import pytest
@@ -395,3 +398,18 @@ def test_without_numba_the_reference_runs_and_one_line_says_what_to_install(monk
             cpu.decode_attention(*Case().arguments())
     finally:
         cpu._load_kernel.cache_clear()
+
+
+def test_what_a_kernel_noted_about_tensors_is_not_copied_with_them():
+    sinks = Sinks(torch.zeros(1, 2, 3, 8), torch.zeros(1, 2, 3, 8), torch.zeros(1, 3, dtype=torch.int32))
+    sinks.prepared["cpu"] = "the address of its keys"
+    assert copy.deepcopy(sinks).prepared == {}
+    assert pickle.loads(pickle.dumps(sinks)).prepared == {}
+    assert dataclasses.replace(sinks, positions=sinks.positions + 1).prepared == {}
+
+
+def test_a_profiler_sees_the_operator():
+    case = Case()
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
+        op.decode_attention(case.query, case.tail, case.sealed, case.sinks, None, 0.25)
+    assert any(event.key == "memos::decode_attention" for event in profile.key_averages())

@@ -93,9 +93,9 @@ def decode_attention(
         *(0, 0, 0, parts, memory, 4 * scratch_size, memory + 4 * threads * scratch_size),
         *(batch, kv_heads, heads // kv_heads, queries, key_dim, value_dim, tile),
         *(floats.data_ptr(), output.data_ptr()),
-        *_sealed_fields(sealed, kept),
+        *_sealed_fields(sealed),
         *_tail_fields(tail, kept),
-        *_sink_fields(sinks if sealed is not None else None, kept),
+        *_sink_fields(sinks if sealed is not None else None),
         *_mask_fields(mask, head_sinks, kept),
         *(scale, softcap, *_units(sealed)),
     ]
@@ -119,16 +119,21 @@ def _scales(sealed: Sealed | None, tile: int) -> int:
     return 2 * max(tile, key_groups if keys.group_tokens > 1 else 0, tile * (values.channels // values.group_channels))
 
 
-def _sealed_fields(sealed: Sealed | None, kept: list[Tensor]) -> tuple[int, ...]:
+def _sealed_fields(sealed: Sealed | None) -> tuple[int, ...]:
     if sealed is None:
         return (0, TILE_TOKENS, 0, 0, _no_blocks().data_ptr(), 0, *(0,) * 20)
-    table, starts = _rows_of(sealed.table, kept), _rows_of(sealed.starts, kept)
-    return (
-        *(table.shape[1], sealed.key_codec.block_size),
-        *(table.data_ptr(), table.stride(0), starts.data_ptr(), starts.stride(0)),
-        *_coded_fields(sealed.key_codec, sealed.keys),
-        *_coded_fields(sealed.value_codec, sealed.values),
-    )
+    if "cpu" not in sealed.prepared:
+        kept: list[Tensor] = []
+        table, starts = _rows_of(sealed.table, kept), _rows_of(sealed.starts, kept)
+        fields = (
+            *(table.shape[1], sealed.key_codec.block_size),
+            *(table.data_ptr(), table.stride(0), starts.data_ptr(), starts.stride(0)),
+            *_coded_fields(sealed.key_codec, sealed.keys),
+            *_coded_fields(sealed.value_codec, sealed.values),
+        )
+        sealed.prepared["cpu"] = fields, kept
+    prepared: tuple[tuple[int, ...], list[Tensor]] = sealed.prepared["cpu"]
+    return prepared[0]
 
 
 @cache
@@ -178,13 +183,20 @@ def _tail_fields(tail: Exact, kept: list[Tensor]) -> tuple[int, ...]:
     return (tail.keys.shape[2], *_exact_fields(tail.keys, kept), *_exact_fields(tail.values, kept))
 
 
-def _sink_fields(sinks: Sinks | None, kept: list[Tensor]) -> tuple[int, ...]:
+def _sink_fields(sinks: Sinks | None) -> tuple[int, ...]:
     if sinks is None or sinks.positions.shape[1] == 0:
         return (0,) * 12
-    positions = sinks.positions.to(torch.int32).contiguous()
-    kept.append(positions)
-    count = positions.shape[1]
-    return (count, positions.data_ptr(), *_exact_fields(sinks.keys, kept), *_exact_fields(sinks.values, kept))
+    if "cpu" not in sinks.prepared:
+        positions = sinks.positions.to(torch.int32).contiguous()
+        kept = [positions]
+        fields = (
+            *(positions.shape[1], positions.data_ptr()),
+            *_exact_fields(sinks.keys, kept),
+            *_exact_fields(sinks.values, kept),
+        )
+        sinks.prepared["cpu"] = fields, kept
+    prepared: tuple[tuple[int, ...], list[Tensor]] = sinks.prepared["cpu"]
+    return prepared[0]
 
 
 def _mask_fields(mask: Tensor | None, head_sinks: Tensor | None, kept: list[Tensor]) -> tuple[int, ...]:

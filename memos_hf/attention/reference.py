@@ -6,7 +6,8 @@ arXiv:1805.02867), so no score matrix over all tokens and no decoded copy of all
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -16,6 +17,19 @@ from ..blocks.codecs import BlockCodec, hadamard
 # Sealed blocks that are decoded at a time, and exact tokens that are read at a time.
 BLOCKS_PER_STEP = 8
 TOKENS_PER_STEP = 1024
+
+
+class Prepared(dict[str, Any]):
+    """What kernels have found out about tensors, addresses too, so that they need not look again at every call.
+
+    Copies of the tensors begin without it.
+    """
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Prepared:
+        return Prepared()
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return Prepared, ()
 
 
 @dataclass(frozen=True)
@@ -48,6 +62,7 @@ class Sealed:
     values: dict[str, Tensor]
     table: Tensor
     starts: Tensor
+    prepared: Prepared = field(default_factory=Prepared, init=False, repr=False, compare=False)
 
 
 @dataclass(frozen=True)
@@ -61,6 +76,7 @@ class Sinks:
     keys: Tensor
     values: Tensor
     positions: Tensor
+    prepared: Prepared = field(default_factory=Prepared, init=False, repr=False, compare=False)
 
 
 class OnlineSoftmax:
