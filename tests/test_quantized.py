@@ -13,6 +13,7 @@ from tiny import dynamic, forward, generate, llama, random_states, token_ids
 from transformers import EncoderDecoderCache
 
 from memos_hf import KVQuantizationConfig, MemOSCache
+from memos_hf.layers.blocks import _say_that_decoding_decodes
 
 LOSSLESS = KVQuantizationConfig("full", "full", sink_tokens=2, residual_tokens=8)
 INT8 = KVQuantizationConfig(sink_tokens=2, residual_tokens=8)
@@ -87,7 +88,8 @@ def test_drafts_are_attended_to_in_place():
     assert cache.stats.materialised_calls == 0
 
 
-def test_eager_attention_decodes_and_is_right():
+def test_eager_attention_decodes_is_right_and_says_so_once(caplog):
+    _say_that_decoding_decodes.cache_clear()
     model = copy.deepcopy(llama())
     model.set_attn_implementation("eager")
     ids = token_ids(2, 40)
@@ -95,6 +97,7 @@ def test_eager_attention_decodes_and_is_right():
     assert torch.equal(generate(model, ids, cache, 20), generate(model, ids, dynamic(model), 20))
     assert cache.stats.fused_calls == 0
     assert cache.stats.materialised_calls > 0
+    assert ["attn_implementation='memos'" in message for message in caplog.messages] == [True]
 
 
 @pytest.mark.parametrize("quantization", [INT8, "int8", "int4", "int2", "fp8"])

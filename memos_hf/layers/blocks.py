@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import copy
+import functools
 import itertools
+import logging
 from dataclasses import replace
 from typing import Any
 
@@ -18,6 +20,8 @@ from ..blocks.pool import BlockPool
 from ..config import CacheOptions, KVQuantizationConfig
 from .base import BufferedLayer, removed_tokens
 from .buffer import row_signature
+
+logger = logging.getLogger(__name__)
 
 # So many blocks are left to be sealed only by a prompt; they are sealed as soon as another layer is updated.
 PROMPT_BLOCKS = 4
@@ -139,7 +143,7 @@ class BlockLayer(BufferedLayer):
         self.buffer.append(key_states, value_states)
         if not self._entry_tokens and self._padding_noted and key_states.shape[2] == 1:
             return self.buffer.view()
-        reading = _Reading(self)
+        reading = _Reading(self, key_states.shape[2])
         return (
             stand_in(reading, "key", key_states.dtype, key_states.device),
             stand_in(reading, "value", value_states.dtype, value_states.device),
@@ -395,9 +399,10 @@ class BlockLayer(BufferedLayer):
 class _Reading:
     """What the stand-ins of one update read."""
 
-    def __init__(self, layer: BlockLayer) -> None:
+    def __init__(self, layer: BlockLayer, new_tokens: int) -> None:
         self.layer, self.version = layer, layer.version
         self.follows_scores = layer.options.follow_scores
+        self.new_tokens = new_tokens
 
     def shape(self, role: Role) -> tuple[int, int, int, int]:
         tail = self.layer.buffer.tensors[0 if role == "key" else 1]
@@ -408,6 +413,8 @@ class _Reading:
         states = self.layer.decode(role)
         if role == "key" and self.layer.sealed_tokens:
             self.layer.materialised_calls += 1
+            if self.new_tokens == 1:
+                _say_that_decoding_decodes()
         return states
 
     def attend(
@@ -425,6 +432,15 @@ class _Reading:
     def _check(self) -> None:
         if self.version != self.layer.version:
             raise RuntimeError("these keys and values were replaced: what update returns holds until the next call")
+
+
+@functools.cache
+def _say_that_decoding_decodes() -> None:
+    logger.warning(
+        "this model's attention does not read encoded keys and values in place, so that each step decodes them, layer "
+        "by layer: it is not scaled_dot_product_attention, computes gradients, or transforms what it cached. Models "
+        "without sdpa attention can be loaded with attn_implementation='memos'"
+    )
 
 
 def _as_blocks(states: Tensor, block_size: int) -> Tensor:
