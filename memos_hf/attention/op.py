@@ -126,6 +126,10 @@ def check_shapes(
         entries = sealed.table.shape[-1]
         _expect("block table", sealed.table, (batch, entries))
         _expect("block starts", sealed.starts, (batch, entries + 1))
+        if sealed.starts.device.type == "cpu":  # reading them would wait for another device
+            tokens += _sealed_tokens(sealed.starts)
+        elif mask is not None:
+            tokens = mask.shape[-1]
         for codec, arenas in ((sealed.key_codec, sealed.keys), (sealed.value_codec, sealed.values)):
             for name, (shape, _) in codec.layout(kv_heads).items():
                 _expect(f"{codec.role} {name}", arenas[name], (arenas[name].shape[0], *shape))
@@ -138,13 +142,21 @@ def check_shapes(
         _expect("head_sinks", head_sinks, (heads,))
     if mask is None:
         return
-    if sealed is not None and sealed.starts.device.type == "cpu":  # reading it would wait for another device
-        tokens += int(sealed.starts[:, -1].max())
-    else:
-        tokens = mask.shape[-1] if sealed is not None else tokens
     fits = mask.ndim == 4 and mask.shape[0] in (1, batch) and mask.shape[1] in (1, heads)
     if not fits or tuple(mask.shape[2:]) != (queries, tokens):
         raise ValueError(f"mask: expected [1 or {batch}, 1 or {heads}, {queries}, {tokens}], got {tuple(mask.shape)}")
+
+
+def _sealed_tokens(starts: Tensor) -> int:
+    """How many sealed tokens the longest row has; raises unless those of every row begin at 0 or before."""
+    rows = starts[:, :: max(starts.shape[1] - 1, 1)].tolist()  # the first number and the last
+    first, last = max((row[0] for row in rows), default=0), min((row[-1] for row in rows), default=0)
+    if first > 0 or last < 0:
+        raise ValueError(
+            "block starts: expected rows whose first number is at most 0 and whose last is at least 0, got a first of "
+            f"{first} and a last of {last}"
+        )
+    return max((int(row[-1]) for row in rows), default=0)
 
 
 def _expect(name: str, tensor: Tensor, shape: tuple[int, ...]) -> None:
