@@ -41,7 +41,8 @@ class MemOSCache(DynamicCache):  # type: ignore[misc]
         model.generate(**inputs, past_key_values=cache)     # or cache=cache, from transformers 5.24 on
 
     Full-attention layers become a :class:`~memos_hf.layers.ContiguousLayer`, sliding and chunked ones a
-    :class:`~memos_hf.layers.SlidingLayer`; every other kind stays the class that transformers made for it.
+    :class:`~memos_hf.layers.SlidingLayer`, or with `quantization` a :class:`~memos_hf.layers.BlockLayer` and a
+    :class:`~memos_hf.layers.SlidingBlockLayer`; every other kind stays the class that transformers made for it.
 
     Parameters
     ----------
@@ -62,7 +63,9 @@ class MemOSCache(DynamicCache):  # type: ignore[misc]
     layout : {"head_major", "seq_major"}
         Order in memory; the second is there to be measured against.
     quantization : KVQuantizationConfig or {"int8", "int4", "int2", "fp8"}, optional
-        Full-attention layers keep older tokens in sealed blocks, encoded once, that attention reads in place.
+        Layers keep older tokens in sealed blocks, encoded once, that attention reads in place. Sliding windows do if
+        they are longer than the residual window and a block, 256 tokens by default; shorter ones, in which nothing
+        would ever be sealed, stay in full precision.
     block_size : int
         Tokens in a sealed block, a power of two of at least 8.
     fused_attention : bool
@@ -193,10 +196,11 @@ class MemOSCache(DynamicCache):  # type: ignore[misc]
             raise ValueError(f"quantize: the cache is quantized already, by {self.options.quantization}")
         options = replace(self.options, quantization=KVQuantizationConfig.of(quantization))
         refuse_combinations(quantization=True, offloading=self.offloading)
-        full = {index: layer for index, layer in enumerate(self.layers) if isinstance(layer, ContiguousLayer)}
-        for layer_idx, layer in full.items():
+        kinds = ContiguousLayer, SlidingLayer
+        exact = {index: layer for index, layer in enumerate(self.layers) if isinstance(layer, kinds)}
+        for layer_idx, layer in exact.items():
             convert.check_quantizable(layer, options, layer_idx)
-        for layer_idx, layer in full.items():
+        for layer_idx, layer in exact.items():
             self.layers[layer_idx] = convert.from_dynamic(layer, options, layer_idx)
             layer.buffer.free()
         self.options = options
@@ -386,7 +390,7 @@ class MemOSCache(DynamicCache):  # type: ignore[misc]
         keys, values, window = (*states, None)[:3]
         if self.layer_class_to_replicate is not None:
             full = convert.full_attention_layer(self.options, layer_idx)
-            self.layers.append(full if window is None else SlidingLayer(self.options, int(window)))
+            self.layers.append(full if window is None else convert.sliding_layer(self.options, layer_idx, int(window)))
         if keys is not None and values is not None:
             self.layers[layer_idx].update(keys, values)
 

@@ -49,7 +49,7 @@ class KVQuantizationConfig:
         The same for values alone. A rotated token that shares one scale needs no lowest value beside it at 4 or 2
         bits: the rotation centres it.
     sink_tokens : int
-        First real tokens of each row that are kept exact too.
+        First real tokens of each row that are kept exact too; not in sliding windows, which lose them.
     residual_tokens : int
         Newest tokens that are exact, at least; rounded up to whole blocks.
     rotation : {"hadamard"}, optional
@@ -106,6 +106,10 @@ class KVQuantizationConfig:
                 f"quantization: expected a KVQuantizationConfig or one of {tuple(PRESETS)}, got {quantization!r}"
             )
         return PRESETS[quantization]
+
+    def residual_window(self, block_size: int) -> int:
+        """`residual_tokens` rounded up to whole blocks of `block_size` tokens."""
+        return -(-self.residual_tokens // block_size) * block_size
 
     def specs(self, key_dim: int, value_dim: int, block_size: int) -> tuple[CodecSpec, CodecSpec]:
         """Codecs for keys and values of these head dims. A preset adapts to any, what was asked for is kept."""

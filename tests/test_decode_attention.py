@@ -6,6 +6,7 @@ import logging
 import math
 import pickle
 import threading
+from dataclasses import replace
 
 import pytest
 import torch
@@ -49,6 +50,7 @@ class Case:
         dtype=torch.float32,
         seed=0,
         shortened=True,
+        hidden=0,
     ):
         self.random = torch.Generator().manual_seed(seed)
         self.batch, self.heads, self.queries = batch, kv_heads * group, queries
@@ -59,6 +61,9 @@ class Case:
             self.normal(batch, kv_heads, tail + 5, value_dim).to(dtype)[:, :, :tail],
         )
         self.sealed = self.seal(codecs, kv_heads, key_dim, value_dim, block, entries, dtype, shortened)
+        if self.sealed and hidden:
+            # Leave as many as there are sinks, which lie at different positions.
+            self.sealed.starts.sub_(min(hidden, int(self.sealed.starts[0, -1]) - sinks))
         sealed_tokens = int(self.sealed.starts[0, -1]) if self.sealed else 0
         self.tokens = sealed_tokens + tail
         self.sinks = None
@@ -115,10 +120,10 @@ def naive(query, tail, sealed, sinks, mask, scale, softcap, head_sinks):
         ):
             pieces = []
             if sealed:
-                lengths = sealed.starts[row].diff()
-                for slot, length in zip(sealed.table[row].tolist(), lengths.tolist(), strict=True):
+                starts = sealed.starts[row].tolist()
+                for slot, start, stop in zip(sealed.table[row].tolist(), starts, starts[1:], strict=False):
                     block = {name: arena[slot : slot + 1] for name, arena in arenas.items()}
-                    pieces.append(codec.decode(block)[0, :, :length].double())
+                    pieces.append(codec.decode(block)[0, :, max(-start, 0) : stop - start].double())
             states = torch.cat([*pieces, exact_tail[row].double()], dim=1)
             if sinks is not None:
                 for sink, position in enumerate(sinks.positions[row].tolist()):
@@ -167,6 +172,7 @@ geometry = dict(
     entries=st.integers(0, 4),
     tail=st.integers(6, 150),
     sinks=st.integers(0, 3),
+    hidden=st.integers(0, 200),
     seed=st.integers(0, 2**16),
 )
 
@@ -275,6 +281,49 @@ def test_what_lies_behind_valid_tokens_is_never_read(run):
     assert output.isfinite().all()
 
 
+def poison(case, entry, tokens):
+    """Make NaN of some tokens of an entry, of every row."""
+    for codec, arenas in ((case.sealed.key_codec, case.sealed.keys), (case.sealed.value_codec, case.sealed.values)):
+        name = "codes" if codec.spec.kind == "full" else "scales"
+        along = 2 if codec.role == "value" or codec.spec.kind == "full" else 3
+        for slot in case.sealed.table[:, entry].tolist():
+            arenas[name][slot : slot + 1].narrow(along, 0, tokens).fill_(math.nan)
+
+
+@pytest.mark.parametrize("run", RUNS)
+@pytest.mark.parametrize("codecs", CODECS)
+@pytest.mark.parametrize("hidden", [1, 7, 64, 65, 127, 128, 129, 300, 509])
+def test_tokens_before_the_first_visible_one_have_no_part(run, codecs, hidden):
+    shape = {"key_dim": 64, "value_dim": 64, "block": 128, "entries": 4, "hidden": hidden}
+    for mask in (None, "boolean"):
+        case = Case(codecs, queries=3, **shape)
+        check(case, run, case.mask(mask))
+
+
+@pytest.mark.parametrize("run", RUNS)
+@pytest.mark.parametrize("codecs", [("full", "full"), ("int8 token", "int8 token"), ("int4 token", "int4 token")])
+@pytest.mark.parametrize("hidden", [16, 21, 31])
+def test_tokens_before_the_first_visible_one_are_not_read(run, codecs, hidden):
+    case = Case(codecs, hidden=hidden, shortened=False)
+    poison(case, 0, 16)
+    poison(case, 1, hidden - 16)
+    for mask in (None, "additive"):
+        check(case, run, case.mask(mask))
+
+
+@pytest.mark.parametrize("run", RUNS)
+def test_rows_may_begin_at_different_tokens_of_their_blocks(run):
+    case = Case(("int8 token", "int8 token"), batch=3, entries=4, sinks=0)
+    case.sealed.starts[:] = torch.tensor([[-21, -5, 5, 10, 26], [-5, 10, 10, 22, 26], [-32, -16, 0, 10, 26]])
+    case.tokens = 26 + case.tail.keys.shape[2]
+    check(case, run, case.mask("boolean"))
+
+
+@pytest.mark.parametrize("run", RUNS)
+def test_blocks_may_all_lie_before_the_first_visible_token(run):
+    check(Case(sinks=0, hidden=1000, queries=3), run)
+
+
 @needs_numba
 @pytest.mark.parametrize("threads", [1, 2, 5])
 @pytest.mark.parametrize("codecs", [("int8 token", "int8 token"), ("int4 channel 8 hadamard", "int4 token hadamard")])
@@ -363,6 +412,10 @@ def test_the_operator_runs_without_sealed_blocks():
     check(Case(entries=0), op.decode_attention)
 
 
+def shifted(case, tokens):
+    return replace(case.sealed, starts=case.sealed.starts + tokens)
+
+
 @pytest.mark.parametrize(
     ("change", "message"),
     [
@@ -374,6 +427,8 @@ def test_the_operator_runs_without_sealed_blocks():
         (lambda case: {"query": case.query[..., :8]}, "tail keys: expected shape"),
         (lambda case: {"tail": Exact(case.tail.keys, case.tail.values[:, :, :4])}, "tail values: expected shape"),
         (lambda case: {"head_sinks": torch.zeros(3)}, "head_sinks: expected shape"),
+        (lambda case: {"sealed": shifted(case, 1)}, "block starts: expected rows whose first number is at most 0"),
+        (lambda case: {"sealed": shifted(case, -46)}, "and a last of -1"),
     ],
 )
 def test_arguments_that_do_not_fit_are_refused(change, message):

@@ -16,11 +16,11 @@ def pool(capacity=4, spec="int8 token", growth_factor=1.5):
     return BlockPool(*codecs, HEADS, torch.device("cpu"), capacity, growth_factor)
 
 
-def store(blocks, count, seed=0):
+def store(blocks, count, seed=0, limit=None):
     states = torch.randn(count, HEADS, BLOCK, HEAD_DIM, generator=torch.Generator().manual_seed(seed))
     keys, _ = blocks.key_codec.encode(states)
     values, _ = blocks.value_codec.encode(-states)
-    return blocks.store(keys, values), keys, values
+    return blocks.store(keys, values, limit), keys, values
 
 
 def test_slots_are_given_out_in_order_and_held_once():
@@ -36,6 +36,13 @@ def test_a_released_slot_is_reused_after_those_never_used():
     blocks.release([1])
     blocks.release([0])
     assert store(blocks, 3)[0] == [3, 1, 0]
+
+
+def test_growth_stops_at_a_limit_unless_more_is_needed():
+    blocks = pool(4, growth_factor=3.0)
+    capacities = [(store(blocks, 2, limit=7), blocks.capacity)[1] for _ in range(5)]
+    assert capacities == [4, 4, 7, 8, 10]
+    assert len({slot for slot in range(10) if blocks.references(slot)}) == blocks.used == 10
 
 
 def test_a_shared_slot_is_free_when_its_last_holder_lets_go():

@@ -706,14 +706,18 @@ def _soften(rows: int, dim: int, tokens: int, count: int, scores: int, maxima: i
 
 @_compiled
 def _sealed_tile(job: Any, row: int, head: int, step: int, queries: int, scores: int, tile: int, state: int) -> None:
-    """One tile of a sealed block. `state` is the address of output, maxima and sums, one behind the other."""
+    """One tile of a sealed block. `state` is the address of output, maxima and sums, one behind the other.
+
+    Tokens before position 0, which have left a sliding window, are passed over: there is no mask for them.
+    """
     rows, tokens = job.group * job.queries, job.tile
     tiles = job.block_size // tokens
     entry, first = step // tiles, step % tiles * tokens
     starts = _int32s(job.starts + 4 * row * job.starts_stride)
     begin = np.int64(starts[entry])
     count = min(np.int64(starts[entry + 1]) - begin - first, tokens)
-    if count <= 0:
+    hidden = max(-(begin + first), 0)
+    if count <= hidden:
         return
     slot = np.int64(_int32s(job.table + 4 * row * job.table_stride)[entry])
     block = slot * job.kv_heads + head
@@ -725,6 +729,7 @@ def _sealed_tile(job: Any, row: int, head: int, step: int, queries: int, scores:
         size = 4 if job.key_kind == FLOAT32 else 2
         source = job.key_codes + size * (block * job.block_size + first) * job.key_dim
         _score_exact(rows, job.key_kind, job.key_dim, tokens, count, queries, source, job.key_dim, tile, scores)
+    first, count, scores = first + hidden, count - hidden, scores + 4 * hidden
     _mask_tile(job, row, head, begin + first, count, scores)
     if job.sinks:
         _skip_sinks(job, row, begin + first, count, scores)

@@ -152,7 +152,7 @@ def check_shapes(
         _expect("head_sinks", head_sinks, (heads,))
     if mask is None:
         return
-    if sealed is not None and sealed.starts.device.type == "cpu":  # reading it would wait for another device
+    if sealed is not None and sealed.starts.device.type == "cpu":  # reading them would wait for another device
         tokens += sealed.prepared["tokens"]
     else:
         tokens = mask.shape[-1] if sealed is not None else tokens
@@ -169,8 +169,20 @@ def _check_sealed(sealed: Sealed, batch: int, kv_heads: int) -> None:
         for name, (shape, _) in codec.layout(kv_heads).items():
             _expect(f"{codec.role} {name}", arenas[name], (arenas[name].shape[0], *shape))
     if sealed.starts.device.type == "cpu":
-        sealed.prepared["tokens"] = int(sealed.starts[:, -1].max())
+        sealed.prepared["tokens"] = _sealed_tokens(sealed.starts)
     sealed.prepared["checked for"] = (batch, kv_heads)
+
+
+def _sealed_tokens(starts: Tensor) -> int:
+    """How many sealed tokens the longest row has; raises unless those of every row begin at 0 or before."""
+    rows = starts[:, :: max(starts.shape[1] - 1, 1)].tolist()  # the first number and the last
+    first, last = max((row[0] for row in rows), default=0), min((row[-1] for row in rows), default=0)
+    if first > 0 or last < 0:
+        raise ValueError(
+            "block starts: expected rows whose first number is at most 0 and whose last is at least 0, got a first of "
+            f"{first} and a last of {last}"
+        )
+    return max((int(row[-1]) for row in rows), default=0)
 
 
 def _expect(name: str, tensor: Tensor, shape: tuple[int, ...]) -> None:

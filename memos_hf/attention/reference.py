@@ -52,8 +52,11 @@ class Sealed:
     table : Tensor
         int32 `[batch, entries]`, the slot of each entry.
     starts : Tensor
-        int32 `[batch, entries + 1]`. Entry `e` of row `b` holds the cached tokens `starts[b, e]` to
-        `starts[b, e + 1] - 1`, the first ones of its block; the last number is the row's count of sealed tokens.
+        int32 `[batch, entries + 1]`, not falling. Entry `e` of row `b` holds the cached tokens `starts[b, e]` to
+        `starts[b, e + 1] - 1`, the first ones of its block. Token 0 is the first that is visible, the one that masks
+        begin with. Tokens at negative positions have left a sliding window and are not read: part of an entry may lie
+        there, or all of it. So the first number is at most 0, and the last, at least 0, is the row's count of sealed
+        tokens, behind which its tail begins.
     """
 
     key_codec: BlockCodec
@@ -127,8 +130,8 @@ def decode_attention(
 ) -> Tensor:
     """Attention of a few queries over sealed blocks, sinks and tail.
 
-    The cached tokens of a row are its sealed tokens in the order of its block table, then its tail. Computed in
-    float32, or in float64 if `query` is.
+    The cached tokens of a row are its sealed tokens in the order of its block table, from position 0 on, then its
+    tail. Computed in float32, or in float64 if `query` is.
 
     Parameters
     ----------
@@ -217,12 +220,12 @@ def _add_sealed(softmax: OnlineSoftmax, rows: Tensor, sealed: Sealed, sinks: Sin
         slots = sealed.table[:, first : first + BLOCKS_PER_STEP].long().clamp(min=0)
         starts = sealed.starts[:, first : first + slots.shape[1] + 1].long()
         positions = (starts[:, :-1, None] + in_block).flatten(1)
-        valid = (in_block < starts.diff(dim=1)[:, :, None]).flatten(1)
+        valid = (in_block < starts.diff(dim=1)[:, :, None]).flatten(1) & (positions >= 0)
         if sinks is not None:
             valid = valid & ~(positions[:, :, None] == sinks.positions[:, None, :]).any(dim=-1)
         keys = _gathered(sealed.key_codec, sealed.keys, slots).to(rows.dtype)
         values = _gathered(sealed.value_codec, sealed.values, slots).to(rows.dtype)
-        values = values.masked_fill(~valid[:, None, :, None], 0)  # a slot may hold anything behind its valid tokens
+        values = values.masked_fill(~valid[:, None, :, None], 0)  # a slot may hold anything beside its valid tokens
         softmax.add(bias.apply(rows @ keys.transpose(2, 3), positions, valid), values)
     if sealed.value_codec.spec.rotation:
         softmax.output = softmax.output @ hadamard(softmax.output.shape[-1], rows.device).to(rows.dtype)

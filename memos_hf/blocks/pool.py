@@ -73,11 +73,19 @@ class BlockPool:
         """How many table entries hold `slot`."""
         return self._references[slot]
 
-    def store(self, keys: dict[str, Tensor], values: dict[str, Tensor]) -> list[int]:
-        """Put encoded blocks, `[n, …]` each, into slots of their own, held once; the arenas grow if they have to."""
+    def store(self, keys: dict[str, Tensor], values: dict[str, Tensor], limit: int | None = None) -> list[int]:
+        """Put encoded blocks, `[n, …]` each, into slots of their own, held once; the arenas grow if they have to.
+
+        Parameters
+        ----------
+        limit : int, optional
+            Growth stops at this many slots, unless more are needed.
+        """
         count = keys["codes"].shape[0]
         if count > len(self._free):
-            self._grow_to(max(math.ceil(self.capacity * self.growth_factor), self.used + count))
+            capacity = math.ceil(self.capacity * self.growth_factor)
+            capacity = capacity if limit is None else min(capacity, limit)
+            self._grow_to(max(capacity, self.used + count))
         slots = self._free[:count]
         index = torch.tensor(slots, device=self.keys["codes"].device)
         for arenas, encoded in ((self.keys, keys), (self.values, values)):

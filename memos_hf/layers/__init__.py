@@ -4,5 +4,6 @@ from .base import BufferedLayer
 from .blocks import BlockLayer
 from .contiguous import ContiguousLayer
 from .sliding import SlidingLayer
+from .sliding_blocks import SlidingBlockLayer
 
-__all__ = ["BlockLayer", "BufferedLayer", "ContiguousLayer", "SlidingLayer"]
+__all__ = ["BlockLayer", "BufferedLayer", "ContiguousLayer", "SlidingBlockLayer", "SlidingLayer"]

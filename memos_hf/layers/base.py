@@ -174,6 +174,11 @@ class BufferedLayer(CacheLayerMixin):  # type: ignore[misc]
         return list(self.buffer.tensors) if self.buffer.allocated else []
 
     @property
+    def held_tokens(self) -> int:
+        """Tokens of each row that are held: as many as `keys` has."""
+        return self.buffer.length
+
+    @property
     def used_bytes(self) -> int:
         """Bytes of what is valid."""
         if not self.is_initialized:
@@ -185,9 +190,9 @@ class BufferedLayer(CacheLayerMixin):  # type: ignore[misc]
         """Bytes that the same tokens take without encoding."""
         return self.used_bytes
 
-    def lent(self) -> tuple[Tensor, Tensor]:
-        """All valid K and V, `[batch, heads, tokens, head_dim]`, that hold until the next call."""
-        return self.buffer.view()
+    def lent(self, last: int | None = None) -> tuple[Tensor, Tensor]:
+        """All K and V, or of the `last` tokens, `[batch, heads, tokens, head_dim]`, that hold until the next call."""
+        return self.buffer.view(last)
 
     def copied(self) -> tuple[Tensor | None, Tensor | None]:
         """All valid K and V, `[batch, heads, tokens, head_dim]`, in tensors of their own; `None` if there are none."""

@@ -54,7 +54,7 @@ class BlockLayer(BufferedLayer):
 
     def __init__(self, options: CacheOptions, quantization: KVQuantizationConfig) -> None:
         self.block_size = options.block_size
-        self.residual = -(-quantization.residual_tokens // self.block_size) * self.block_size
+        self.residual = quantization.residual_window(self.block_size)
         super().__init__(options, self.residual + self.block_size)
         self.quantization = quantization
         self.version = 0  # of what stand-ins read; they have no data of their own
@@ -68,7 +68,7 @@ class BlockLayer(BufferedLayer):
         self._entry_tokens: list[int] = []  # of each entry, its valid tokens
         self._sinks: Sinks | None = None
         self._first_real: Tensor | None = None  # of each row, its first token that is not padding, or UNKNOWN
-        self._padding_noted = False  # whether that is known of every row
+        self._padding_noted = self.sink_tokens == 0  # whether that is known of every row, or not needed
         self._read_with: Sealed | None = None  # table and starts on the device, made when needed
 
     @property
@@ -77,9 +77,24 @@ class BlockLayer(BufferedLayer):
         return None
 
     @property
+    def sink_tokens(self) -> int:
+        """First real tokens of each row that are kept exact too."""
+        return self.quantization.sink_tokens
+
+    @property
+    def most_entries(self) -> int | None:
+        """Blocks of a row at which the arenas stop growing, unless more are needed; `None`: they never do."""
+        return None
+
+    @property
     def sealed_tokens(self) -> int:
         """Tokens of each row that are in sealed blocks."""
         return sum(self._entry_tokens)
+
+    @property
+    def held_tokens(self) -> int:
+        """Tokens of each row that are held: as many as `keys` has."""
+        return self.sealed_tokens + self.buffer.length
 
     @property
     def is_empty(self) -> bool:
@@ -109,16 +124,21 @@ class BlockLayer(BufferedLayer):
             keys, values = self.buffer.tensors
             tokens = max(self.options.first_capacity - self.residual, self.block_size)
             count = keys.shape[0] * -(-tokens // self.block_size)
+            count = min(count, self._slot_limit(keys.shape[0]) or count)
             codecs = self._codecs(keys, values)
             self._pool = BlockPool(*codecs, keys.shape[1], keys.device, count, self.options.growth_factor)
         return self._pool
 
+    def _slot_limit(self, batch: int) -> int | None:
+        return None if self.most_entries is None else batch * self.most_entries
+
     def _lent(self, half: int) -> Tensor | None:
         return self.decode("key" if half == 0 else "value") if self.is_initialized else None
 
-    def lent(self) -> tuple[Tensor, Tensor]:
-        """All K and V, decoded, `[batch, heads, tokens, head_dim]`."""
-        return self.decode("key"), self.decode("value")
+    def lent(self, last: int | None = None) -> tuple[Tensor, Tensor]:
+        """All K and V that are held, or of the `last` tokens, decoded, `[batch, heads, tokens, head_dim]`."""
+        tokens = self.held_tokens if last is None else min(last, self.held_tokens)
+        return self.decode("key", tokens), self.decode("value", tokens)
 
     def copied(self) -> tuple[Tensor | None, Tensor | None]:
         """All K and V, decoded, in tensors of their own; `None` if there are none."""
@@ -143,10 +163,14 @@ class BlockLayer(BufferedLayer):
         self.buffer.append(key_states, value_states)
         if not self._entry_tokens and self._padding_noted and key_states.shape[2] == 1:
             return self.buffer.view()
-        reading = _Reading(self, key_states.shape[2])
+        return self._stand_ins(self.held_tokens, key_states.shape[2])
+
+    def _stand_ins(self, tokens: int, new_tokens: int) -> tuple[Tensor, Tensor]:
+        """What stands for K and V of the last `tokens`, after `new_tokens` came."""
+        reading, (keys, values) = _Reading(self, tokens, new_tokens), self.buffer.tensors
         return (
-            stand_in(reading, "key", key_states.dtype, key_states.device),
-            stand_in(reading, "value", value_states.dtype, value_states.device),
+            stand_in(reading, "key", keys.dtype, keys.device),
+            stand_in(reading, "value", values.dtype, values.device),
         )
 
     def seal(self, at_least: int = 1) -> None:
@@ -160,7 +184,7 @@ class BlockLayer(BufferedLayer):
         blocks = [_as_blocks(states, self.block_size) for states in (keys, values)]
         encoded_keys, damaged = pool.key_codec.encode(blocks[0])
         encoded_values, damaged_values = pool.value_codec.encode(blocks[1])
-        slots = pool.store(encoded_keys, encoded_values)
+        slots = pool.store(encoded_keys, encoded_values, self._slot_limit(keys.shape[0]))
         self._table = [
             [*row, *slots[index * count : (index + 1) * count]] for index, row in enumerate(self._rows(keys.shape[0]))
         ]
@@ -173,7 +197,7 @@ class BlockLayer(BufferedLayer):
 
     def get_seq_length(self) -> int:
         """Tokens cached."""
-        return self.sealed_tokens + self.buffer.length
+        return self.held_tokens
 
     def crop(self, tokens_to_remove: int) -> None:
         """Remove the last `-tokens_to_remove` tokens: of the tail, then by shortening and dropping entries."""
@@ -192,13 +216,17 @@ class BlockLayer(BufferedLayer):
         self._forget_blocks()
         super().reset()
 
-    def decode(self, role: Role) -> Tensor:
-        """All of K or V in a plain tensor, `[batch, heads, tokens, head_dim]`; the tail itself if that is all."""
+    def decode(self, role: Role, last: int | None = None) -> Tensor:
+        """All that is held of K or V, or the `last` tokens, in a plain tensor, `[batch, heads, tokens, head_dim]`.
+
+        A view of the tail if that is all.
+        """
         index = 0 if role == "key" else 1
         tail = self.buffer.halves()[index]
         assert tail is not None
-        if not self._entry_tokens:
-            return tail
+        last = self.held_tokens if last is None else last
+        if not self._entry_tokens or last <= tail.shape[2]:
+            return tail[:, :, max(tail.shape[2] - last, 0) :]
         assert self._pool is not None
         codec, arenas = (
             (self._pool.key_codec, self._pool.keys) if role == "key" else (self._pool.value_codec, self._pool.values)
@@ -211,7 +239,8 @@ class BlockLayer(BufferedLayer):
         if self.sealed_tokens < states.shape[2]:
             states = states[:, :, self._valid_positions(tail.device)]
         self._put_sinks(states, role)
-        return torch.cat([states, tail], dim=2)
+        before = self.sealed_tokens + tail.shape[2] - last
+        return torch.cat([states[:, :, before:], tail], dim=2)
 
     def attend(
         self,
@@ -221,16 +250,16 @@ class BlockLayer(BufferedLayer):
         scale: float | None,
         softcap: float,
         head_sinks: Tensor | None,
+        last: int,
     ) -> Tensor | None:
-        """Attention over blocks, sinks and tail in place, or `None` where they have to be decoded."""
+        """Attention over the `last` tokens, the tail and more, in place, or `None` where they have to be decoded."""
         if not self._padding_noted:
             self._note_padding(mask)
         if not self._entry_tokens:
             return None  # nothing is encoded yet: the tail is a plain tensor
-        tail, tokens = Exact(*self.buffer.view()), self.get_seq_length()
-        output = attend_in_place(
-            query, tail, self._sealed(), self._sinks, tokens, mask, causal, scale, softcap, head_sinks
-        )
+        tail = Exact(*self.buffer.view())
+        sealed = self._sealed(self.sealed_tokens + self.buffer.length - last)
+        output = attend_in_place(query, tail, sealed, self._sinks, last, mask, causal, scale, softcap, head_sinks)
         if output is not None:
             self.fused_calls += 1
         return output
@@ -261,7 +290,7 @@ class BlockLayer(BufferedLayer):
         if not self.is_initialized:
             return 0
         return sum(
-            tensor[:, :, :1].numel() * tensor.element_size() * self.get_seq_length() for tensor in self.buffer.tensors
+            tensor[:, :, :1].numel() * tensor.element_size() * self.held_tokens for tensor in self.buffer.tensors
         )
 
     def _codecs(self, key_states: Tensor, value_states: Tensor) -> tuple[BlockCodec, BlockCodec]:
@@ -273,8 +302,8 @@ class BlockLayer(BufferedLayer):
             BlockCodec(value_spec, "value", value_dim, self.block_size, value_states.dtype),
         )
 
-    def _sealed(self) -> Sealed:
-        """What kernels read, with the table on the device."""
+    def _sealed(self, hidden: int) -> Sealed:
+        """What kernels read, with the table on the device; the first `hidden` tokens are not visible."""
         assert self._pool is not None
         if self._read_with is None:
             device = self.buffer.tensors[0].device
@@ -284,7 +313,9 @@ class BlockLayer(BufferedLayer):
                 starts = starts.expand(len(self._table), -1).contiguous().to(device)
             pool = self._pool
             self._read_with = Sealed(pool.key_codec, pool.value_codec, pool.keys, pool.values, table, starts)
-        return self._read_with
+        if hidden == 0:
+            return self._read_with
+        return replace(self._read_with, starts=self._read_with.starts - hidden)
 
     def _valid_positions(self, device: torch.device) -> Tensor:
         """Boolean over the tokens of all entries: those that a crop left."""
@@ -318,12 +349,12 @@ class BlockLayer(BufferedLayer):
         begins = self._first_real
         if begins is None:  # attention that shows no mask: taken as unpadded
             begins = torch.zeros(batch, dtype=torch.int64, device=device)
-        positions = begins[:, None] + torch.arange(self.quantization.sink_tokens, device=device)
+        positions = begins[:, None] + torch.arange(self.sink_tokens, device=device)
         return torch.where(begins[:, None] < 0, -1, positions).int()
 
     def _keep_sinks(self, keys: Tensor, values: Tensor, first: int) -> None:
         """Copy those of each row's first real tokens that are among `keys`, which begin at token `first`."""
-        count = self.quantization.sink_tokens
+        count = self.sink_tokens
         if count == 0:
             return
         batch, heads, tokens, _ = keys.shape
@@ -359,9 +390,14 @@ class BlockLayer(BufferedLayer):
             if tokens > 0:
                 kept.append(min(valid, tokens))
             tokens -= valid
-        self._release_rows([row[len(kept) :] for row in self._table])
-        self._table = [row[: len(kept)] for row in self._table] if kept else []
-        self._entry_tokens = kept
+        self._keep_entries(0, kept)
+
+    def _keep_entries(self, first: int, tokens: list[int]) -> None:
+        """Keep the entries from `first` on, with so many tokens each, as many as `tokens` has; release the others."""
+        end = first + len(tokens)
+        self._release_rows([[*row[:first], *row[end:]] for row in self._table])
+        self._table = [row[first:end] for row in self._table] if tokens else []
+        self._entry_tokens = tokens
         self._read_with = None
 
     def _release_rows(self, rows: list[list[int]]) -> None:
@@ -397,20 +433,20 @@ class BlockLayer(BufferedLayer):
 
 
 class _Reading:
-    """What the stand-ins of one update read."""
+    """What the stand-ins of one update read: the last `tokens` of a layer, its tail among them."""
 
-    def __init__(self, layer: BlockLayer, new_tokens: int) -> None:
+    def __init__(self, layer: BlockLayer, tokens: int, new_tokens: int) -> None:
         self.layer, self.version = layer, layer.version
+        self.tokens, self.new_tokens = tokens, new_tokens
         self.follows_scores = layer.options.follow_scores
-        self.new_tokens = new_tokens
 
     def shape(self, role: Role) -> tuple[int, int, int, int]:
         tail = self.layer.buffer.tensors[0 if role == "key" else 1]
-        return tail.shape[0], tail.shape[1], self.layer.get_seq_length(), tail.shape[3]
+        return tail.shape[0], tail.shape[1], self.tokens, tail.shape[3]
 
     def decode(self, role: Role) -> Tensor:
         self._check()
-        states = self.layer.decode(role)
+        states = self.layer.decode(role, self.tokens)
         if role == "key" and self.layer.sealed_tokens:
             self.layer.materialised_calls += 1
             if self.new_tokens == 1:
@@ -427,7 +463,7 @@ class _Reading:
         head_sinks: Tensor | None = None,
     ) -> Tensor | None:
         self._check()
-        return self.layer.attend(query, mask, causal, scale, softcap, head_sinks)
+        return self.layer.attend(query, mask, causal, scale, softcap, head_sinks, self.tokens)
 
     def _check(self) -> None:
         if self.version != self.layer.version:

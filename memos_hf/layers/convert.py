@@ -12,7 +12,8 @@ from ..config import CacheOptions
 from .base import BufferedLayer
 from .blocks import BlockLayer
 from .contiguous import ContiguousLayer
-from .sliding import SlidingLayer
+from .sliding import SlidingLayer, WindowedLayer
+from .sliding_blocks import SlidingBlockLayer
 
 
 def replacement_for(layer_class: type, options: CacheOptions, layer_idx: int, layer_kwargs: dict[str, Any]) -> Any:
@@ -20,7 +21,7 @@ def replacement_for(layer_class: type, options: CacheOptions, layer_idx: int, la
     if layer_class is DynamicLayer:
         return full_attention_layer(options, layer_idx)
     if layer_class is DynamicSlidingWindowLayer:
-        return SlidingLayer(options, layer_kwargs["sliding_window"])
+        return sliding_layer(options, layer_idx, layer_kwargs["sliding_window"])
     return layer_class(**layer_kwargs)
 
 
@@ -32,13 +33,25 @@ def full_attention_layer(options: CacheOptions, layer_idx: int) -> ContiguousLay
     return BlockLayer(options, quantization)
 
 
+def sliding_layer(options: CacheOptions, layer_idx: int, sliding_window: int) -> SlidingLayer | SlidingBlockLayer:
+    """One buffer, or sealed blocks where quantization asks for them and the window is long enough to hold any."""
+    quantization = options.quantization
+    if quantization is None or layer_idx in quantization.skip_layers:
+        return SlidingLayer(options, sliding_window)
+    if not SlidingBlockLayer.seals_any(options, quantization, sliding_window):
+        return SlidingLayer(options, sliding_window)
+    return SlidingBlockLayer(options, quantization, sliding_window)
+
+
 def from_dynamic(layer: Any, options: CacheOptions, layer_idx: int) -> Any:
     """A layer of ours with a copy of what `layer`, of any dynamic class or ours, holds; other classes are copied."""
-    if isinstance(layer, SlidingLayer) or type(layer) is DynamicSlidingWindowLayer:
-        sliding = SlidingLayer(options, layer.sliding_window)
+    if isinstance(layer, WindowedLayer) or type(layer) is DynamicSlidingWindowLayer:
+        sliding = sliding_layer(options, layer_idx, layer.sliding_window)
         sliding.record_past = layer.record_past
         _fill(sliding, layer)
         sliding.cumulative_length = layer.cumulative_length
+        if isinstance(sliding, BlockLayer):
+            sliding.seal()
         return sliding
     if isinstance(layer, (ContiguousLayer, BlockLayer)) or type(layer) is DynamicLayer:
         full = full_attention_layer(options, layer_idx)
@@ -52,7 +65,7 @@ def from_dynamic(layer: Any, options: CacheOptions, layer_idx: int) -> Any:
 
 def to_dynamic(layer: Any) -> Any:
     """The transformers layer that stands where `layer` stood, with a copy of what it holds."""
-    if isinstance(layer, SlidingLayer):
+    if isinstance(layer, WindowedLayer):
         sliding = DynamicSlidingWindowLayer(sliding_window=layer.sliding_window)
         sliding.record_past = layer.record_past
         sliding.cumulative_length = layer.cumulative_length
@@ -62,10 +75,14 @@ def to_dynamic(layer: Any) -> Any:
     return copy.deepcopy(layer)
 
 
-def check_quantizable(layer: ContiguousLayer, options: CacheOptions, layer_idx: int) -> None:
+def check_quantizable(layer: ContiguousLayer | SlidingLayer, options: CacheOptions, layer_idx: int) -> None:
     """Raise if what `layer` holds cannot be encoded as `options` ask."""
-    target = full_attention_layer(options, layer_idx)
-    if layer.get_seq_length() > 0:
+    target: BufferedLayer
+    if isinstance(layer, SlidingLayer):
+        target = sliding_layer(options, layer_idx, layer.sliding_window)
+    else:
+        target = full_attention_layer(options, layer_idx)
+    if layer.held_tokens > 0:
         target.check_update(*layer.lent())
 
 
