@@ -24,11 +24,11 @@ from command_line import (
     verdict,
     write_json,
 )
-from timing import interleave
 from torch import Tensor
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
 from memos_hf import MemOSCache
+from memos_hf.bench.timing import interleave
 
 LAYOUTS = ("head_major", "seq_major")
 WARMUP = 3
@@ -60,7 +60,8 @@ def measure(options: argparse.Namespace) -> dict[str, list[float]]:
     for one, other in zip(*(attend(cache, query) for cache in caches.values()), strict=True):
         torch.testing.assert_close(one, other)
     passes = {layout: functools.partial(attend, cache, query) for layout, cache in caches.items()}
-    return interleave(passes, options.rounds, options.device, warmup=WARMUP)
+    interleave(passes, range(WARMUP), options.device)
+    return interleave(passes, range(options.rounds), options.device)
 
 
 def main() -> None:

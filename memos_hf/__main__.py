@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenizerBase
 
+from .bench.command import add_command
 from .cache import MemOSCache
 from .config import PRESETS
 from .evaluate import evaluate
@@ -25,6 +26,7 @@ def main(arguments: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(prog="python -m memos_hf", description=__doc__)
     commands = parser.add_subparsers(dest="command", required=True)
     _add_eval(commands)
+    add_command(commands)
     options = parser.parse_args(arguments)
     options.run(options)
 
