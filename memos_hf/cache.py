@@ -235,6 +235,8 @@ class MemOSCache(DynamicCache):  # type: ignore[misc]
             prepare_static(self.layers[layer_idx], key_states, value_states)
         elif self.options.quantization is not None:
             self._seal_prompt(layer_idx)
+            if key_states.is_cuda:
+                self._encode_ahead(layer_idx + 1)
         states: tuple[Tensor, Tensor] = super().update(key_states, value_states, layer_idx, *args, **kwargs)
         return states
 
@@ -245,6 +247,12 @@ class MemOSCache(DynamicCache):  # type: ignore[misc]
         previous, self._updated_last = self._updated_last, layer_idx
         if previous not in (None, layer_idx) and isinstance(self.layers[previous], BlockLayer):
             self.layers[previous].seal(at_least=PROMPT_BLOCKS)
+
+    def _encode_ahead(self, layer_idx: int) -> None:
+        """Begin to encode what the next layer is about to seal, while the device computes this one."""
+        layer = self.layers[layer_idx] if layer_idx < len(self.layers) else None
+        if isinstance(layer, BlockLayer):
+            layer.encode_ahead()
 
     def update_conv_state(self, conv_states: Tensor, layer_idx: int, state_idx: int = 0, **kwargs: Any) -> Tensor:
         """Store the convolution state of a linear-attention layer; see `Cache.update_conv_state`."""

@@ -13,6 +13,7 @@ from tiny import dynamic, forward, generate, llama, random_states, token_ids
 from transformers import EncoderDecoderCache
 
 from memos_hf import KVQuantizationConfig, MemOSCache
+from memos_hf.blocks.codecs import BlockCodec
 from memos_hf.layers.blocks import _say_that_decoding_decodes
 
 LOSSLESS = KVQuantizationConfig("full", "full", sink_tokens=2, residual_tokens=8)
@@ -212,6 +213,53 @@ def test_a_token_that_is_not_finite_spoils_no_other_and_is_counted():
     assert held.isfinite().all()
     torch.testing.assert_close(held[:, :, 51:100], keys[:, :, 51:100], atol=0.05, rtol=0)
     assert cache.stats.damaged_tokens == 1
+
+
+@pytest.mark.parametrize("between", ["nothing", "crop", "crop and refill", "reorder", "reset"])
+def test_encoding_ahead_of_an_update_changes_nothing(between):
+    def run(ahead: bool):
+        cache = MemOSCache(quantization="int4", block_size=8)
+        cache.update(*random_states(batch=2, tokens=160, head_dim=16, seed=0), 0)
+        layer = cache.layers[0]
+        if ahead:
+            layer.encode_ahead()
+        if between == "crop":
+            cache.crop(-9)
+        elif between == "crop and refill":
+            cache.crop(-30)
+            layer.encode_ahead()
+            cache.update(*random_states(batch=2, tokens=30, head_dim=16, seed=2), 0)
+        elif between == "reorder":
+            cache.reorder_cache(torch.tensor([1, 0]))
+        elif between == "reset":
+            cache.reset()
+        cache.update(*random_states(batch=2, tokens=1, head_dim=16, seed=1), 0)
+        return layer, cache.stats.seals
+
+    (plain, plain_seals), (layer, seals) = run(False), run(True)
+    assert seals == plain_seals
+    for held, expected in zip(layer.lent(), plain.lent(), strict=True):
+        assert torch.equal(held, expected)
+
+
+def test_what_was_encoded_ahead_is_stored_and_not_encoded_again(monkeypatch):
+    cache = MemOSCache(quantization="int8", block_size=8)
+    cache.update(*random_states(tokens=160, head_dim=16, seed=0), 0)
+    cache.layers[0].encode_ahead()
+    monkeypatch.setattr(BlockCodec, "encode", None)
+    cache.update(*random_states(head_dim=16, seed=1), 0)
+    assert cache.stats.seals > 0
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an accelerator")
+def test_blocks_are_encoded_on_a_side_stream_while_the_layer_before_computes():
+    model = copy.deepcopy(llama()).cuda()
+    ids = token_ids(2, 40).cuda()
+    cache = blocks(model)
+    assert torch.equal(generate(model, ids, cache, 60), generate(model, ids, dynamic(model), 60))
+    assert cache.stats.seals > 0
+    assert cache.stats.materialised_calls == 0
 
 
 def test_a_prompt_is_sealed_layer_by_layer_and_its_tail_shrinks():

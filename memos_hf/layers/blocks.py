@@ -17,6 +17,7 @@ from ..attention.lazy import Role, stand_in
 from ..attention.reference import Exact, Sealed, Sinks
 from ..blocks.codecs import BlockCodec
 from ..blocks.pool import BlockPool
+from ..blocks.transfer import Aside, Encoded
 from ..config import CacheOptions, KVQuantizationConfig
 from .base import BufferedLayer, removed_tokens
 from .buffer import row_signature
@@ -58,7 +59,9 @@ class BlockLayer(BufferedLayer):
         super().__init__(options, self.residual + self.block_size)
         self.quantization = quantization
         self.version = 0  # of what stand-ins read; they have no data of their own
-        self.seals = self.damaged_tokens = self.fused_calls = self.materialised_calls = 0
+        self.seals = self.fused_calls = self.materialised_calls = 0
+        self._damaged: int | Tensor = 0
+        self._ahead: tuple[tuple[int, int, int], Aside] | None = None
         self._pool: BlockPool | None = None
         self._table: list[list[int]] = []
         self._forget_blocks()
@@ -175,15 +178,13 @@ class BlockLayer(BufferedLayer):
 
     def seal(self, at_least: int = 1) -> None:
         """Encode the whole blocks that the tail holds beside the residual window, if there are `at_least` so many."""
-        count = (self.buffer.length - self.residual) // self.block_size
+        count = self._due_blocks()
         if count < at_least:
             return
         pool, tokens = self._slots(), count * self.block_size
         keys, values = (states[:, :, :tokens].detach() for states in self.buffer.view())
         self._keep_sinks(keys, values, self.sealed_tokens)
-        blocks = [_as_blocks(states, self.block_size) for states in (keys, values)]
-        encoded_keys, damaged = pool.key_codec.encode(blocks[0])
-        encoded_values, damaged_values = pool.value_codec.encode(blocks[1])
+        encoded_keys, encoded_values, damaged = self._encoded(count)
         slots = pool.store(encoded_keys, encoded_values, self._slot_limit(keys.shape[0]))
         self._table = [
             [*row, *slots[index * count : (index + 1) * count]] for index, row in enumerate(self._rows(keys.shape[0]))
@@ -191,9 +192,49 @@ class BlockLayer(BufferedLayer):
         self._entry_tokens += [self.block_size] * count
         self._read_with = None
         self.seals += len(slots)
-        self.damaged_tokens += int(damaged) + int(damaged_values)
+        self._damaged = self._damaged + damaged["tokens"]
         self.buffer.keep_last(self.buffer.length - tokens)
         self.buffer.shrink_to(self.residual + self.block_size)
+
+    @property
+    def damaged_tokens(self) -> int:
+        """Tokens sealed with a NaN or an infinity, of keys and of values; counted on the device until somebody asks."""
+        return int(self._damaged)
+
+    def encode_ahead(self) -> None:
+        """Encode what the next update will seal, beside what the device computes now, if anything is due.
+
+        Nothing changes: should tokens be cropped, or rows reordered, before that update, it encodes anew.
+        """
+        count = self._due_blocks()
+        if count > 0 and self.buffer.allocated:
+            self._slots()
+            device = self.buffer.tensors[0].device
+            self._ahead = self._state(), Aside(device, lambda: self._encode(count))
+
+    def _due_blocks(self) -> int:
+        return (self.buffer.length - self.residual) // self.block_size
+
+    def _state(self) -> tuple[int, int, int]:
+        """Equal as long as the tail has the same tokens in the same place."""
+        return self.version, self.buffer.start, self.buffer.end
+
+    def _encoded(self, count: int) -> list[Encoded]:
+        """The first `count` blocks of the tail: keys, values, and how many tokens are damaged."""
+        ahead, self._ahead = self._ahead, None
+        if ahead is not None and ahead[0] == self._state() and count == self._due_blocks():
+            return ahead[1].result()
+        return self._encode(count)
+
+    def _encode(self, count: int) -> list[Encoded]:
+        pool = self._slots()
+        keys, values = (
+            _as_blocks(states[:, :, : count * self.block_size].detach(), self.block_size)
+            for states in self.buffer.view()
+        )
+        encoded_keys, damaged_keys = pool.key_codec.encode(keys)
+        encoded_values, damaged_values = pool.value_codec.encode(values)
+        return [encoded_keys, encoded_values, {"tokens": damaged_keys + damaged_values}]
 
     def get_seq_length(self) -> int:
         """Tokens cached."""
@@ -409,7 +450,7 @@ class BlockLayer(BufferedLayer):
         memo[id(self)] = twin
         for name in ("buffer", "_pool", "_table", "_entry_tokens", "_sinks", "_first_real"):
             setattr(twin, name, copy.deepcopy(getattr(self, name), memo))
-        twin._read_with = None
+        twin._read_with = twin._ahead = None
         return twin
 
     def _take_rows(self, index: Tensor) -> None:
