@@ -21,7 +21,6 @@ from transformers.cache_utils import (
 )
 from transformers.utils.generic import is_flash_attention_requested
 
-from .attention import interface
 from .config import CacheOptions, KVQuantizationConfig, Layout, Preset, refuse_combinations
 from .layers import BlockLayer, BufferedLayer, ContiguousLayer, SlidingLayer, convert
 from .layers.base import check_ceiling
@@ -112,7 +111,7 @@ class MemOSCache(DynamicCache):  # type: ignore[misc]
             block_size=block_size,
             fused_attention=fused_attention,
             static=static,
-            follow_scores=config is not None and _attention_of(config) == interface.NAME,
+            attention=_attention_of(config) if config is not None else None,
         )
         _check_use(self.options, config, data, offloading)
         layers = _layers_for(config, self.options) if config is not None else []

@@ -150,9 +150,8 @@ class CacheOptions:
         On the CPU, compute a single token's `sdpa` attention over contiguous buffers by the compiled kernel too.
     static : bool
         Fixed shapes of `max_cache_len` tokens, for `torch.compile` and CUDA graphs.
-    follow_scores : bool
-        Of models that compute attention by themselves, read blocks in place too. Not an argument of the cache: true
-        if the model's `attn_implementation` is "memos".
+    attention : str, optional
+        The model's `attn_implementation`, as its config says; not an argument of the cache.
 
     Raises
     ------
@@ -168,7 +167,7 @@ class CacheOptions:
     quantization: KVQuantizationConfig | None = None
     block_size: int = 128
     fused_attention: bool = False
-    follow_scores: bool = False
+    attention: str | None = None
 
     def __post_init__(self) -> None:
         _check_positive_int("initial_capacity", self.initial_capacity)

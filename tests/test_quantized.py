@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import functools
+import shutil
 
 import families
 import pytest
@@ -99,6 +100,20 @@ def test_eager_attention_decodes_is_right_and_says_so_once(caplog):
     assert cache.stats.fused_calls == 0
     assert cache.stats.materialised_calls > 0
     assert ["attn_implementation='memos'" in message for message in caplog.messages] == [True]
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(shutil.which("g++") is None, reason="flex attention is compiled, on a CPU by g++")
+def test_flex_attention_is_given_plain_keys_and_values():
+    model = copy.deepcopy(llama())
+    model.set_attn_implementation("flex_attention")
+    cache = blocks(model)
+    assert all(type(states) is torch.Tensor for states in cache.update(*random_states(heads=2, tokens=40), 0))
+    cache.reset()
+    ids = token_ids(1, 40)
+    assert torch.equal(generate(model, ids, cache, 6), generate(model, ids, dynamic(model), 6))
+    assert cache.stats.seals > 0
+    assert cache.stats.materialised_calls > 0
 
 
 @pytest.mark.parametrize("quantization", [INT8, "int8", "int4", "int2", "fp8"])

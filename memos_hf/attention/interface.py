@@ -20,6 +20,8 @@ from transformers.models.gpt_neo import modeling_gpt_neo
 from . import lazy, scores
 
 NAME = "memos"
+# Transformers compiles this one as a whole: keys and values should come to it plain.
+FLEX = "flex_attention"
 
 
 def memos_attention(

@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ..attention import interface
 from ..attention.dispatch import attend_in_place
 from ..attention.lazy import Role, stand_in
 from ..attention.reference import Exact, Sealed, Sinks
@@ -171,6 +172,8 @@ class BlockLayer(BufferedLayer):
     def _stand_ins(self, tokens: int, new_tokens: int) -> tuple[Tensor, Tensor]:
         """What stands for K and V of the last `tokens`, after `new_tokens` came."""
         reading, (keys, values) = _Reading(self, tokens, new_tokens), self.buffer.tensors
+        if self.options.attention == interface.FLEX:
+            return reading.decode("key"), reading.decode("value")
         return (
             stand_in(reading, "key", keys.dtype, keys.device),
             stand_in(reading, "value", values.dtype, values.device),
@@ -479,7 +482,7 @@ class _Reading:
     def __init__(self, layer: BlockLayer, tokens: int, new_tokens: int) -> None:
         self.layer, self.version = layer, layer.version
         self.tokens, self.new_tokens = tokens, new_tokens
-        self.follows_scores = layer.options.follow_scores
+        self.follows_scores = layer.options.attention == interface.NAME
 
     def shape(self, role: Role) -> tuple[int, int, int, int]:
         tail = self.layer.buffer.tensors[0 if role == "key" else 1]
@@ -490,7 +493,7 @@ class _Reading:
         states = self.layer.decode(role, self.tokens)
         if role == "key" and self.layer.sealed_tokens:
             self.layer.materialised_calls += 1
-            if self.new_tokens == 1:
+            if self.new_tokens == 1 and not torch.compiler.is_compiling():
                 _say_that_decoding_decodes()
         return states
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from ..attention import cpu
+from ..attention import cpu, interface
 from ..attention.dispatch import attend_in_place
 from ..attention.lazy import Role, stand_in
 from ..attention.reference import Exact
@@ -42,6 +42,7 @@ class ContiguousLayer(BufferedLayer):
     def _can_be_fused(self, key_states: Tensor, keys: Tensor, values: Tensor) -> bool:
         return (
             key_states.shape[2] == 1
+            and self.options.attention != interface.FLEX
             and self.buffer.length >= SHORTEST_FUSED
             and not torch.compiler.is_compiling()
             and not (keys.requires_grad or values.requires_grad)
@@ -64,7 +65,7 @@ class _Views:
 
     def __init__(self, layer: ContiguousLayer, keys: Tensor, values: Tensor) -> None:
         self.layer, self.exact = layer, Exact(keys, values)
-        self.follows_scores = layer.options.follow_scores
+        self.follows_scores = layer.options.attention == interface.NAME
 
     def shape(self, role: Role) -> tuple[int, int, int, int]:
         batch, heads, tokens, head_dim = self.decode(role).shape
