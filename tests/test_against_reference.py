@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import random
-from dataclasses import replace
 
 import hypothesis.strategies as st
 import pytest
@@ -13,15 +12,11 @@ from families import draft_of
 from hypothesis import HealthCheck, settings
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 from reference_cache import ReferenceCache
-from tiny import forward, generate, llama, token_ids
+from tiny import SHORT, forward, generate, llama, token_ids
 
 from memos_hf import KVQuantizationConfig, MemOSCache
 from memos_hf.config import PRESETS
 
-# The presets keep 128 tokens exact; these do the same with blocks of 8 or 16 tokens after some ten.
-SHORT = {
-    name: replace(preset, residual_tokens=8, group_size=preset.group_size and 8) for name, preset in PRESETS.items()
-}
 ODD = {
     "fixed scale": KVQuantizationConfig(key_axis="tensor", value_axis="tensor", sink_tokens=2, residual_tokens=8),
     "no residual": KVQuantizationConfig(4, 8, group_size=4, sink_tokens=0, residual_tokens=0),

@@ -180,18 +180,6 @@ def test_rows_share_blocks_until_nobody_holds_them():
     assert all(layer._pool.used == 0 for layer in cache.layers)
 
 
-def test_a_deep_copy_goes_its_own_way():
-    model = llama()
-    cache = blocks(model)
-    with torch.no_grad():
-        forward(model, token_ids(1, 50), cache)
-        twin = copy.deepcopy(cache)
-        before = cache.layers[0].keys.clone()
-        forward(model, token_ids(1, 40, seed=1), twin)
-    assert torch.equal(cache.layers[0].keys, before)
-    assert (cache.get_seq_length(), twin.get_seq_length()) == (50, 90)
-
-
 @pytest.mark.parametrize("head_dim", [5, 20, 64, 96])
 @pytest.mark.parametrize("preset", ["int8", "int4", "int2", "fp8"])
 def test_any_head_dim_is_stored(head_dim, preset):
