@@ -216,6 +216,20 @@ def test_a_prompt_is_sealed_layer_by_layer_and_its_tail_shrinks():
     assert cache.layers[0].buffer.capacity <= 32
 
 
+def test_a_refused_update_seals_nothing_of_the_prompt_before_it():
+    cache = blocks(llama(), KVQuantizationConfig(2, 2, residual_tokens=8), max_cache_len=110)
+    states = random_states(batch=2, tokens=100, head_dim=16, seed=0)
+    with torch.no_grad():
+        for layer_idx in range(3):
+            cache.update(*states, layer_idx)
+        for refused in (random_states(batch=1, head_dim=16), random_states(batch=2, tokens=11, head_dim=16)):
+            with pytest.raises(ValueError, match=r"batch size|max_cache_len"):
+                cache.update(*refused, 0)
+            assert torch.equal(cache.layers[2].keys, states[0])
+        cache.update(*random_states(batch=2, head_dim=16), 0)
+    assert cache.layers[2].sealed_tokens == 88
+
+
 @pytest.mark.parametrize(
     ("options", "error", "words"),
     [

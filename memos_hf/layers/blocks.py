@@ -145,10 +145,15 @@ class BlockLayer(BufferedLayer):
             stand_in(reading, "value", value_states.dtype, value_states.device),
         )
 
-    def seal(self, at_least: int = 1) -> None:
-        """Encode the whole blocks that the tail holds beside the residual window, if there are `at_least` so many."""
-        count = (self.buffer.length - self.residual) // self.block_size
-        if count < at_least:
+    @property
+    def due_blocks(self) -> int:
+        """Whole blocks that the tail holds beside the residual window."""
+        return max((self.buffer.length - self.residual) // self.block_size, 0)
+
+    def seal(self) -> None:
+        """Encode the blocks that are due."""
+        count = self.due_blocks
+        if count == 0:
             return
         pool, tokens = self._slots(), count * self.block_size
         keys, values = (states[:, :, :tokens].detach() for states in self.buffer.view())
