@@ -233,19 +233,23 @@ class MemOSCache(DynamicCache):  # type: ignore[misc]
         if self.options.static:
             prepare_static(self.layers[layer_idx], key_states, value_states)
         elif self.options.quantization is not None:
-            self._seal_prompt(layer_idx)
+            self._seal_prompt(key_states, value_states, layer_idx)
             if key_states.is_cuda:
                 self._encode_ahead(layer_idx + 1)
         states: tuple[Tensor, Tensor] = super().update(key_states, value_states, layer_idx, *args, **kwargs)
+        if self.options.quantization is not None:
+            self._updated_last = layer_idx
         return states
 
-    def _seal_prompt(self, layer_idx: int) -> None:
+    def _seal_prompt(self, key_states: Tensor, value_states: Tensor, layer_idx: int) -> None:
         """Seal what a long prompt left in the layer before: one layer at a time is in full precision."""
-        if self._shares_layers:
-            return  # a later layer may read this one again in the same step, and is to read it exact
-        previous, self._updated_last = self._updated_last, layer_idx
-        if previous not in (None, layer_idx) and isinstance(self.layers[previous], BlockLayer):
-            self.layers[previous].seal(at_least=PROMPT_BLOCKS)
+        if self._shares_layers or self._updated_last in (None, layer_idx):
+            return  # layers that share may read the one before again in the same step, and are to read it exact
+        previous, layer = self.layers[self._updated_last], self.layers[layer_idx]
+        if isinstance(previous, BlockLayer) and previous.due_blocks >= PROMPT_BLOCKS:
+            if isinstance(layer, BufferedLayer):
+                layer.check_update(key_states, value_states)  # a refused update seals nothing
+            previous.seal()
 
     def _encode_ahead(self, layer_idx: int) -> None:
         """Begin to encode what the next layer is about to seal, while the device computes this one."""

@@ -69,9 +69,11 @@ def test_offloading_without_an_accelerator_is_refused():
         MemOSCache(llama().config, offloading=True)
 
 
-def filled_cache() -> MemOSCache:
-    cache = MemOSCache(llama().config, initial_capacity=4)
-    cache.update(*random_states(batch=2, tokens=5, seed=0), 0)
+def filled_cache(**options) -> MemOSCache:
+    """One with blocks that the next update will seal, if it is allowed."""
+    cache = MemOSCache(llama().config, initial_capacity=4, **options)
+    with torch.no_grad():
+        cache.update(*random_states(batch=2, tokens=45, seed=0), 0)
     return cache
 
 
@@ -89,13 +91,13 @@ def filled_cache() -> MemOSCache:
     ],
 )
 @pytest.mark.parametrize("grad", [False, True])
-def test_states_that_do_not_fit_are_refused_and_change_nothing(states, error, words, grad):
-    cache = filled_cache()
-    before = [tensor.clone() for tensor in cache.layers[0].buffer.view()]
+def test_states_that_do_not_fit_are_refused_and_change_nothing(states, error, words, grad, storage):
+    cache = filled_cache(**storage)
+    before = cache.layers[0].copied()
     with torch.set_grad_enabled(grad), pytest.raises(error, match=words):
         cache.update(*states, 0)
-    assert cache.get_seq_length() == 5
-    for old, new in zip(before, cache.layers[0].buffer.view(), strict=True):
+    assert cache.get_seq_length() == 45
+    for old, new in zip(before, cache.layers[0].lent(), strict=True):
         assert torch.equal(old, new)
 
 
@@ -111,39 +113,48 @@ def test_batch_size_must_be_a_positive_int(batch_size):
         MemOSCache.for_model(llama(), batch_size=batch_size)
 
 
-def test_rows_that_do_not_exist_are_refused_and_change_nothing():
-    cache = filled_cache()
-    before = cache.layers[0].keys.clone()
-    with torch.no_grad(), pytest.raises((IndexError, RuntimeError)):
-        cache.batch_select_indices(torch.tensor([0, 7]))
-    assert torch.equal(before, cache.layers[0].keys)
+def test_rows_that_do_not_exist_are_refused_and_change_nothing(storage):
+    cache = filled_cache(**storage)
+    with torch.no_grad():
+        cache.update(*random_states(batch=2), 0)
+        before = cache.layers[0].copied()
+        with pytest.raises((IndexError, RuntimeError)):
+            cache.batch_select_indices(torch.tensor([0, 7]))
+        for old, new in zip(before, cache.layers[0].lent(), strict=True):
+            assert torch.equal(old, new)
+        cache.update(*random_states(batch=2), 0)
+    assert cache.get_seq_length() == 47
 
 
-def test_the_ceiling_reached_in_the_middle_of_generation_keeps_what_was_generated():
-    cache = MemOSCache(llama().config, max_cache_len=10)
-    ids = token_ids(1, 6)
-    with pytest.raises(ValueError, match=r"max_cache_len: the cache may hold 10 tokens, it holds 10 and 1 more came"):
+def test_the_ceiling_reached_in_the_middle_of_generation_keeps_what_was_generated(storage):
+    cache = MemOSCache(llama().config, max_cache_len=30, **storage)
+    ids = token_ids(1, 20)
+    with pytest.raises(ValueError, match=r"max_cache_len: the cache may hold 30 tokens, it holds 30 and 1 more came"):
         generate(llama(), ids, cache, new_tokens=20)
-    assert [layer.get_seq_length() for layer in cache.layers] == [10, 10, 10]
+    assert [layer.get_seq_length() for layer in cache.layers] == [30, 30, 30]
     cache.crop(-1)
-    assert cache.get_seq_length() == 9
+    assert cache.get_seq_length() == 29
 
 
-def test_a_ceiling_that_one_layer_reaches_stops_all_layers():
+def test_a_ceiling_that_one_layer_reaches_stops_all_layers(storage):
     model = mistral()
-    cache = MemOSCache(model.config, max_cache_len=12, initial_capacity=4)
+    options = {"max_cache_len": 52, "initial_capacity": 4, **storage}
+    cache = MemOSCache(model.config, **options)
     # a full-attention layer behind sliding ones, which never reach a ceiling
-    cache.layers[2] = MemOSCache(llama().config, max_cache_len=12, initial_capacity=4).layers[2]
-    states = random_states(tokens=6, head_dim=16)
+    cache.layers[2] = MemOSCache(llama().config, **options).layers[2]
+    states = random_states(tokens=46, head_dim=16)
     with torch.no_grad():
         cache.activate_past_recording()
         for layer_idx in range(3):
             cache.update(*states, layer_idx)
+        before = cache.layers[2].copied()
         with pytest.raises(ValueError, match="max_cache_len"):
             cache.update(*random_states(tokens=7, head_dim=16), 0)
-        assert [layer.get_seq_length() for layer in cache.layers] == [6, 6, 6]
+        assert [layer.get_seq_length() for layer in cache.layers] == [46, 46, 46]
+        for old, new in zip(before, cache.layers[2].lent(), strict=True):
+            assert torch.equal(old, new)
         cache.crop(-1)
-        assert [layer.get_seq_length() for layer in cache.layers] == [5, 5, 5]
+        assert [layer.get_seq_length() for layer in cache.layers] == [45, 45, 45]
 
 
 def test_a_default_capacity_above_the_ceiling_starts_at_the_ceiling():
@@ -159,9 +170,9 @@ def test_an_encoder_decoder_cache_is_converted_by_its_halves():
         MemOSCache.from_cache(pair)
 
 
-def test_a_batch_of_one_is_not_broadcast_over_three_rows():
+def test_a_batch_of_one_is_not_broadcast_over_three_rows(storage):
     model = llama()
-    cache = MemOSCache(model.config)
+    cache = MemOSCache(model.config, **storage)
     forward(model, token_ids(1, 5), cache)
     with pytest.raises(ValueError, match=r"key_states: expected batch size 1, .* got 3"):
         model.generate(
@@ -170,9 +181,9 @@ def test_a_batch_of_one_is_not_broadcast_over_three_rows():
     assert cache.get_seq_length() == 5
 
 
-def test_layers_that_hold_an_image_do_not_count_towards_the_ceiling():
+def test_layers_that_hold_an_image_do_not_count_towards_the_ceiling(storage):
     config = MllamaTextConfig(num_hidden_layers=2, cross_attention_layers=[1], hidden_size=32, num_attention_heads=2)
-    cache = MemOSCache(config, max_cache_len=8)
+    cache = MemOSCache(config, max_cache_len=8, **storage)
     cache.update(*random_states(tokens=5), 0)
     cache.update(*random_states(tokens=1601), 1)
     cache.update(*random_states(tokens=3), 0)

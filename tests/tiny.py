@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -17,6 +18,9 @@ from transformers import (
     Qwen3NextConfig,
     Qwen3NextForCausalLM,
 )
+
+from memos_hf import KVQuantizationConfig
+from memos_hf.config import PRESETS
 
 VERSION = tuple(int(part) for part in transformers.__version__.split(".")[:2])
 # The argument of `generate` and of models: renamed in 5.24, where the old name warns.
@@ -35,6 +39,20 @@ SHAPE: dict[str, Any] = {
     "eos_token_id": None,
     "bos_token_id": None,
 }
+
+# The presets keep 128 tokens exact; these do the same with blocks of 8 or 16 tokens after some ten.
+SHORT = {
+    name: replace(preset, residual_tokens=8, group_size=preset.group_size and 8) for name, preset in PRESETS.items()
+}
+# Options of caches that give what DynamicCache gives; the blocks are sealed as early as can be.
+LOSSLESS: dict[str, dict[str, Any]] = {
+    "buffers": {},
+    "blocks": {
+        "quantization": KVQuantizationConfig("full", "full", sink_tokens=2, residual_tokens=0),
+        "block_size": 8,
+    },
+}
+LOSSY: dict[str, dict[str, Any]] = {name: {"quantization": short, "block_size": 8} for name, short in SHORT.items()}
 
 
 @functools.cache

@@ -179,10 +179,15 @@ class BlockLayer(BufferedLayer):
             stand_in(reading, "value", values.dtype, values.device),
         )
 
-    def seal(self, at_least: int = 1) -> None:
-        """Encode the whole blocks that the tail holds beside the residual window, if there are `at_least` so many."""
-        count = self._due_blocks()
-        if count < at_least:
+    @property
+    def due_blocks(self) -> int:
+        """Whole blocks that the tail holds beside the residual window."""
+        return max((self.buffer.length - self.residual) // self.block_size, 0)
+
+    def seal(self) -> None:
+        """Encode the blocks that are due."""
+        count = self.due_blocks
+        if count == 0:
             return
         pool, tokens = self._slots(), count * self.block_size
         keys, values = (states[:, :, :tokens].detach() for states in self.buffer.view())
@@ -209,14 +214,11 @@ class BlockLayer(BufferedLayer):
 
         Nothing changes: should tokens be cropped, or rows reordered, before that update, it encodes anew.
         """
-        count = self._due_blocks()
+        count = self.due_blocks
         if count > 0 and self.buffer.allocated:
             self._slots()
             device = self.buffer.tensors[0].device
             self._ahead = self._state(), Aside(device, lambda: self._encode(count))
-
-    def _due_blocks(self) -> int:
-        return (self.buffer.length - self.residual) // self.block_size
 
     def _state(self) -> tuple[int, int, int]:
         """Equal as long as the tail has the same tokens in the same place."""
@@ -225,7 +227,7 @@ class BlockLayer(BufferedLayer):
     def _encoded(self, count: int) -> list[Encoded]:
         """The first `count` blocks of the tail: keys, values, and how many tokens are damaged."""
         ahead, self._ahead = self._ahead, None
-        if ahead is not None and ahead[0] == self._state() and count == self._due_blocks():
+        if ahead is not None and ahead[0] == self._state() and count == self.due_blocks:
             return ahead[1].result()
         return self._encode(count)
 

@@ -97,15 +97,19 @@ class SlidingBlockLayer(WindowedLayer, BlockLayer):
         self._release_rows(self._table)
         self._forget_blocks()
 
-    def seal(self, at_least: int = 1) -> None:
-        """Encode the whole blocks of the window beside the residual window, if there are `at_least` so many.
+    @property
+    def due_blocks(self) -> int:
+        """Whole blocks that the tail holds beside the residual window; 0 while tokens beyond the window are recorded."""
+        return 0 if self.held_tokens >= self.sliding_window else super().due_blocks
+
+    def seal(self) -> None:
+        """Encode the blocks that are due.
 
         Where that lets go of tokens that left the window, what the last update returned does not hold any longer.
         """
-        if self.held_tokens >= self.sliding_window or self.buffer.length < self.residual + at_least * self.block_size:
-            return
-        self._release_hidden()
-        super().seal(at_least)
+        if self.due_blocks > 0:
+            self._release_hidden()
+            super().seal()
 
     def crop(self, tokens_to_remove: int) -> None:
         """Remove the last `-tokens_to_remove` tokens and what lies beyond the window before them."""
