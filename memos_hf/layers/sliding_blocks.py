@@ -99,7 +99,7 @@ class SlidingBlockLayer(WindowedLayer, BlockLayer):
 
     @property
     def due_blocks(self) -> int:
-        """Whole blocks that the tail holds beside the residual window; 0 while tokens beyond the window are recorded."""
+        """Whole blocks of the tail beside the residual window; 0 while tokens beyond the window are recorded."""
         return 0 if self.held_tokens >= self.sliding_window else super().due_blocks
 
     def seal(self) -> None:
