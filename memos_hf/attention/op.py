@@ -6,7 +6,7 @@ spells them out; kernels are chosen inside, by device and by what is installed.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import lru_cache
 
 import torch
@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.autograd import profiler
 
 from ..blocks.codecs import BITS, BlockCodec, CodecSpec, Role
-from . import cpu, reference
+from . import cpu, gpu, reference
 from .reference import Exact, Sealed, Sinks
 
 _library = torch.library.Library("memos", "DEF")  # type: ignore[no-untyped-call]
@@ -113,12 +113,21 @@ def _run(
 ) -> Tensor:
     """Check the arguments and choose a kernel."""
     check_shapes(query, tail, sealed, sinks, mask, head_sinks)
-    compiled = query.device.type == "cpu" and cpu.supports(query, tail.keys, tail.values) and cpu.available()
-    run = cpu.decode_attention if compiled else reference.decode_attention
+    run = _kernel_for(query, tail, sealed)
     if not torch.is_autocast_enabled(query.device.type):
         return run(query, tail, sealed, sinks, mask, scale, softcap, head_sinks)
     with torch.autocast(query.device.type, enabled=False):  # the softmax is accumulated in float32
         return run(query, tail, sealed, sinks, mask, scale, softcap, head_sinks)
+
+
+def _kernel_for(query: Tensor, tail: Exact, sealed: Sealed | None) -> Callable[..., Tensor]:
+    """The fastest `decode_attention` that takes tensors like these, and is installed."""
+    device = query.device.type
+    if device == "cpu" and cpu.supports(query, tail.keys, tail.values) and cpu.available():
+        return cpu.decode_attention
+    if device == "cuda" and gpu.supports(query, tail.keys, tail.values, sealed) and gpu.available():
+        return gpu.decode_attention
+    return reference.decode_attention
 
 
 @torch.library.register_fake("memos::decode_attention", lib=_library)  # type: ignore[untyped-decorator]
