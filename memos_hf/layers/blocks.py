@@ -62,6 +62,7 @@ class BlockLayer(BufferedLayer):
     def _forget_blocks(self) -> None:
         self._table = []  # of each row, the slots of its entries
         self._entry_tokens: list[int] = []  # of each entry, its valid tokens
+        self.sealed_tokens = 0  # their sum: tokens of each row that are in sealed blocks
         self._sinks: Sinks | None = None
         self._first_real: Tensor | None = None  # of each row, its first token that is not padding, or UNKNOWN
         self._padding_noted = False  # whether that is known of every row
@@ -71,11 +72,6 @@ class BlockLayer(BufferedLayer):
     def growth_limit(self) -> int | None:
         """None: the tail is short, and the blocks have arenas of their own."""
         return None
-
-    @property
-    def sealed_tokens(self) -> int:
-        """Tokens of each row that are in sealed blocks."""
-        return sum(self._entry_tokens)
 
     @property
     def is_empty(self) -> bool:
@@ -166,6 +162,7 @@ class BlockLayer(BufferedLayer):
             [*row, *slots[index * count : (index + 1) * count]] for index, row in enumerate(self._rows(keys.shape[0]))
         ]
         self._entry_tokens += [self.block_size] * count
+        self.sealed_tokens += tokens
         self._read_with = None
         self.seals += len(slots)
         self.damaged_tokens += int(damaged) + int(damaged_values)
@@ -345,6 +342,7 @@ class BlockLayer(BufferedLayer):
 
     def _shorten_to(self, tokens: int) -> None:
         """Keep the first `tokens` sealed tokens."""
+        self.sealed_tokens = tokens
         kept: list[int] = []
         for valid in self._entry_tokens:
             if tokens > 0:
