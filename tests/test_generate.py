@@ -259,17 +259,21 @@ def test_a_compiled_model_works_with_a_growing_cache_and_recompiles_a_bounded_nu
 
 
 @pytest.mark.slow
-def test_a_compiled_model_works_with_blocks_that_are_sealed_meanwhile():
+def test_a_compiled_model_works_with_blocks_and_is_not_compiled_anew_when_they_are_sealed():
     model = llama()
     torch._dynamo.reset()
-    step = torch.compile(model, backend="eager")
+    counter = CompileCounter()
+    step = torch.compile(model, backend=counter)
     caches = [small(model, **LOSSY["int4"]) for _ in range(2)]
+    frames = []
     with torch.no_grad():
-        for position in range(26):
+        for position in range(60):
             ids = token_ids(1, 1, seed=position)
             logits = [forward(run, ids, cache).logits for run, cache in zip((step, model), caches, strict=True)]
             torch.testing.assert_close(*logits)
+            frames.append(counter.frame_count)
     assert caches[0].stats == caches[1].stats
+    assert frames[-1] == frames[30], f"still compiling after the second sealing: {frames}"
 
 
 def test_generate_does_not_try_to_compile_what_grows(storage, monkeypatch):

@@ -125,6 +125,7 @@ class BlockLayer(BufferedLayer):
         self._forget_blocks()
         super()._assign(keys, values)
 
+    @torch.compiler.disable  # type: ignore[untyped-decorator]
     def append(self, key_states: Tensor, value_states: Tensor) -> tuple[Tensor, Tensor]:
         """Seal what is due, append to the tail; return stand-ins for all K and V, or the tail if that is all.
 
@@ -386,7 +387,10 @@ class BlockLayer(BufferedLayer):
 
 
 class _Reading:
-    """What the stand-ins of one update read."""
+    """What the stand-ins of one update read.
+
+    Compilers leave it, and `append`, to Python: traced, tables and lengths would be compiled anew at every sealing.
+    """
 
     def __init__(self, layer: BlockLayer) -> None:
         self.layer, self.version = layer, layer.version
@@ -395,6 +399,7 @@ class _Reading:
         tail = self.layer.buffer.tensors[0 if role == "key" else 1]
         return tail.shape[0], tail.shape[1], self.layer.get_seq_length(), tail.shape[3]
 
+    @torch.compiler.disable  # type: ignore[untyped-decorator]
     def decode(self, role: Role) -> Tensor:
         self._check()
         states = self.layer.decode(role)
@@ -402,6 +407,7 @@ class _Reading:
             self.layer.materialised_calls += 1
         return states
 
+    @torch.compiler.disable  # type: ignore[untyped-decorator]
     def attend(self, query: Tensor, mask: Tensor | None, causal: bool, scale: float | None) -> Tensor | None:
         self._check()
         return self.layer.attend(query, mask, causal, scale)
