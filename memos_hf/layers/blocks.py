@@ -70,6 +70,7 @@ class BlockLayer(BufferedLayer):
     def _forget_blocks(self) -> None:
         self._table = []  # of each row, the slots of its entries
         self._entry_tokens: list[int] = []  # of each entry, its valid tokens
+        self.sealed_tokens = 0  # their sum: tokens of each row that are in sealed blocks
         self._sinks: Sinks | None = None
         self._first_real: Tensor | None = None  # of each row, its first token that is not padding, or UNKNOWN
         self._padding_noted = self.sink_tokens == 0  # whether that is known of every row, or not needed
@@ -89,11 +90,6 @@ class BlockLayer(BufferedLayer):
     def most_entries(self) -> int | None:
         """Blocks of a row at which the arenas stop growing, unless more are needed; `None`: they never do."""
         return None
-
-    @property
-    def sealed_tokens(self) -> int:
-        """Tokens of each row that are in sealed blocks."""
-        return sum(self._entry_tokens)
 
     @property
     def held_tokens(self) -> int:
@@ -157,6 +153,7 @@ class BlockLayer(BufferedLayer):
         self._forget_blocks()
         super()._assign(keys, values)
 
+    @torch.compiler.disable  # type: ignore[untyped-decorator]
     def append(self, key_states: Tensor, value_states: Tensor) -> tuple[Tensor, Tensor]:
         """Seal what is due, append to the tail; return stand-ins for all K and V, or the tail if that is all.
 
@@ -198,6 +195,7 @@ class BlockLayer(BufferedLayer):
             [*row, *slots[index * count : (index + 1) * count]] for index, row in enumerate(self._rows(keys.shape[0]))
         ]
         self._entry_tokens += [self.block_size] * count
+        self.sealed_tokens += tokens
         self._read_with = None
         self.seals += len(slots)
         self._damaged = self._damaged + damaged["tokens"]
@@ -444,6 +442,7 @@ class BlockLayer(BufferedLayer):
         self._release_rows([[*row[:first], *row[end:]] for row in self._table])
         self._table = [row[first:end] for row in self._table] if tokens else []
         self._entry_tokens = tokens
+        self.sealed_tokens = sum(tokens)
         self._read_with = None
 
     def _release_rows(self, rows: list[list[int]]) -> None:
@@ -479,7 +478,10 @@ class BlockLayer(BufferedLayer):
 
 
 class _Reading:
-    """What the stand-ins of one update read: the last `tokens` of a layer, its tail among them."""
+    """What the stand-ins of one update read: the last `tokens` of a layer, its tail among them.
+
+    Compilers leave it, and `append`, to Python: traced, tables and lengths would be compiled anew at every sealing.
+    """
 
     def __init__(self, layer: BlockLayer, tokens: int, new_tokens: int) -> None:
         self.layer, self.version = layer, layer.version
@@ -490,6 +492,7 @@ class _Reading:
         tail = self.layer.buffer.tensors[0 if role == "key" else 1]
         return tail.shape[0], tail.shape[1], self.tokens, tail.shape[3]
 
+    @torch.compiler.disable  # type: ignore[untyped-decorator]
     def decode(self, role: Role) -> Tensor:
         self._check()
         states = self.layer.decode(role, self.tokens)
@@ -499,6 +502,7 @@ class _Reading:
                 _say_that_decoding_decodes()
         return states
 
+    @torch.compiler.disable  # type: ignore[untyped-decorator]
     def attend(
         self,
         query: Tensor,
