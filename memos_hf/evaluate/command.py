@@ -126,9 +126,9 @@ class _Measurements:
         return {"generation": rows, "windows": windows}
 
     def search(self) -> Report:
-        results = []
+        rows = []
         for tokens in self.options.needle:
-            results += needle(
+            results = needle(
                 self.model,
                 self.tokenizer,
                 self.text,
@@ -137,8 +137,9 @@ class _Measurements:
                 depths=self.options.depths,
                 **self.common,
             )
-        _print("A fact in a long context, found at these depths", found_by_depth(results))
-        return {"needle": [result.row() for result in results]}
+            _print(f"A fact in {tokens} tokens, found at these depths", found_by_depth(results))
+            rows += [result.row() for result in results]
+        return {"needle": rows}
 
 
 def _print(title: str, rows: list[dict[str, Any]]) -> None:
