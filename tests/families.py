@@ -314,7 +314,7 @@ def assisted(subject: Subject, cache: Cache) -> list[Any]:
 
 def pieces(subject: Subject, cache: Cache) -> list[Any]:
     result = []
-    for index, count in enumerate((1, 4, 1, 7)):
+    for index, count in enumerate((1, 4, 1, 7, 3)):
         result.append(mask_sizes(cache, count))
         result.append(subject.forward(cache, subject.prompt(2, count, seed=index)))
         result.append(lengths(cache))
