@@ -174,6 +174,11 @@ class BufferedLayer(CacheLayerMixin):  # type: ignore[misc]
         return list(self.buffer.tensors) if self.buffer.allocated else []
 
     @property
+    def growths(self) -> int:
+        """Times that memory ran out and was allocated anew, larger."""
+        return self.buffer.growths
+
+    @property
     def used_bytes(self) -> int:
         """Bytes of what is valid."""
         if not self.is_initialized:
