@@ -75,7 +75,7 @@ class CacheStats:
     Attributes
     ----------
     growths : int
-        Times the buffers grew; layers that grow at the same length count as one.
+        Times the buffers, or the arenas of blocks, grew; layers that grow at the same length count as one.
     growths_by_device : dict[str, int]
         The same for the layers of each device.
     seals : int
@@ -130,7 +130,7 @@ def cache_stats(layers: Iterable[Any]) -> CacheStats:
     for layer in layers:
         if isinstance(layer, BufferedLayer) and layer.device is not None:
             device = str(layer.device)
-            by_device[device] = max(by_device.get(device, 0), layer.buffer.growths)
+            by_device[device] = max(by_device.get(device, 0), layer.growths)
     blocks = [layer for layer in layers if isinstance(layer, BlockLayer)]
     return CacheStats(
         growths=max(by_device.values(), default=0),

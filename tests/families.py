@@ -230,8 +230,8 @@ class Subject:
     def dynamic_cache(self) -> Cache:
         return self._cache(lambda: DynamicCache(config=self.model.config))
 
-    def memos_cache(self) -> Cache:
-        return self._cache(lambda: MemOSCache(self.model.config, initial_capacity=INITIAL_CAPACITY))
+    def memos_cache(self, **options: Any) -> Cache:
+        return self._cache(lambda: MemOSCache(self.model.config, initial_capacity=INITIAL_CAPACITY, **options))
 
     def _cache(self, build: Callable[[], Cache]) -> Cache:
         return EncoderDecoderCache(build(), build()) if self.is_encoder_decoder else build()
@@ -314,7 +314,7 @@ def assisted(subject: Subject, cache: Cache) -> list[Any]:
 
 def pieces(subject: Subject, cache: Cache) -> list[Any]:
     result = []
-    for index, count in enumerate((1, 4, 1, 7)):
+    for index, count in enumerate((1, 4, 1, 7, 3)):
         result.append(mask_sizes(cache, count))
         result.append(subject.forward(cache, subject.prompt(2, count, seed=index)))
         result.append(lengths(cache))

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import torch
 from torch import Tensor
-from transformers import DynamicCache
+from transformers import DynamicCache, PretrainedConfig
 from transformers.cache_utils import DynamicLayer
 
 from memos_hf import KVQuantizationConfig
@@ -90,20 +90,20 @@ class ReferenceLayer(DynamicLayer):
 
 
 class ReferenceCache(DynamicCache):
-    """A :class:`ReferenceLayer` for each layer; those to be skipped stay exact."""
+    """A :class:`ReferenceLayer` for each layer of full attention; those to be skipped stay exact."""
 
-    def __init__(self, layers: int, quantization: KVQuantizationConfig, block_size: int) -> None:
-        super().__init__()
-        self.layer_class_to_replicate = None
-        self.layers = [
-            ReferenceLayer(None if index in quantization.skip_layers else quantization, block_size)
-            for index in range(layers)
-        ]
+    def __init__(self, config: PretrainedConfig, quantization: KVQuantizationConfig, block_size: int) -> None:
+        super().__init__(config=config)
+        for index, layer in enumerate(self.layers):
+            if type(layer) is DynamicLayer:
+                skipped = index in quantization.skip_layers
+                self.layers[index] = ReferenceLayer(None if skipped else quantization, block_size)
         self.updated_last = 0
 
     def update(self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args, **kwargs):
-        if layer_idx != self.updated_last:
-            self.layers[self.updated_last].seal(at_least=PROMPT_BLOCKS)
+        previous = self.layers[self.updated_last]
+        if layer_idx != self.updated_last and isinstance(previous, ReferenceLayer):
+            previous.seal(at_least=PROMPT_BLOCKS)
         self.updated_last = layer_idx
         return super().update(key_states, value_states, layer_idx)
 

@@ -53,7 +53,7 @@ class SameCalls(RuleBasedStateMachine):
             "initial_capacity": capacity,
         }
         self.ours = MemOSCache(**self.options)
-        self.theirs = ReferenceCache(LAYERS, self.quantization, block_size)
+        self.theirs = ReferenceCache(llama().config, self.quantization, block_size)
         self.random = torch.Generator().manual_seed(0)
         self.mode = "no_grad"
 
@@ -122,7 +122,7 @@ class SameCalls(RuleBasedStateMachine):
     @rule(batch=st.integers(1, 3))
     def reset(self, batch):
         self.ours.reset()
-        self.theirs = ReferenceCache(LAYERS, self.quantization, self.block_size)
+        self.theirs = ReferenceCache(llama().config, self.quantization, self.block_size)
         self.batch = batch
 
     @rule()
@@ -200,7 +200,7 @@ class Conversation:
     def begin(self):
         """A prompt, with rows of different lengths."""
         self.batch = self.random.randint(1, 3)
-        self.theirs = self.ours.reference = ReferenceCache(LAYERS, self.quantization, 8)
+        self.theirs = self.ours.reference = ReferenceCache(self.model.config, self.quantization, 8)
         self.mask = torch.ones(self.batch, 0, dtype=torch.long)
         padding = [self.random.choice([0, 3, 8, 29]) for _ in range(self.batch)] if self.padded else [0] * self.batch
         self.theirs.begin_rows_at(padding)
@@ -325,7 +325,7 @@ WAYS = {
 @pytest.mark.parametrize("preset", SHORT)
 def test_every_way_of_generating_gives_the_references_tokens(preset, way):
     ours = MemOSCache(llama().config, quantization=SHORT[preset], block_size=8)
-    theirs = ReferenceCache(LAYERS, SHORT[preset], 8)
+    theirs = ReferenceCache(llama().config, SHORT[preset], 8)
     assert torch.equal(WAYS[way](ours), WAYS[way](theirs))
     assert ours.get_seq_length() == theirs.get_seq_length()
     assert ours.stats.seals > 0

@@ -89,12 +89,29 @@ def test_whispers_own_generate_gives_what_dynamic_cache_gives(device: str) -> No
 
 
 @pytest.mark.parametrize("family", FAMILIES, ids=by_name)
-def test_layers_hold_something_where_dynamic_caches_do(family: Family) -> None:
+def test_layers_hold_something_where_dynamic_caches_do(family: Family, lossless: dict[str, Any]) -> None:
     """Layers that share the keys and values of others hold nothing."""
     model = subject(family, "cpu")
     held = []
-    for cache in (model.memos_cache(), model.dynamic_cache()):
+    for cache in (model.memos_cache(**lossless), model.dynamic_cache()):
         model.forward(cache, model.prompt(1, 4))
         layers = getattr(cache, "self_attention_cache", cache).layers
         held.append([getattr(layer, "keys", None) is not None for layer in layers])
     assert held[0] == held[1]
+
+
+@pytest.mark.parametrize("way", [families.greedy, families.beams, families.assisted], ids=by_name)
+@pytest.mark.parametrize(("name", "encoded"), [("t5", 9), ("bart", 9), ("whisper", 10)])
+def test_cross_attention_is_written_once_and_never_cropped(
+    name: str, encoded: int, way: Way, storage: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (family,) = (family for family in FAMILIES if family.name == name)
+    model = subject(family, "cpu")
+    cache = model.memos_cache(**storage)
+    cross, written = cache.cross_attention_cache, []
+    update = cross.update
+    monkeypatch.setattr(cross, "update", lambda *args, **kwargs: written.append(args[2]) or update(*args, **kwargs))
+    monkeypatch.setattr(cross, "crop", lambda tokens: pytest.fail("cropped"))
+    way(model, cache)
+    assert written == [0, 1]
+    assert [layer.get_seq_length() for layer in cross.layers] == [encoded, encoded]

@@ -96,7 +96,7 @@ def saved_model(tmp_path_factory) -> Path:
     return folder
 
 
-def test_weights_offloaded_to_disk_by_a_device_map_give_the_same_tokens(saved_model, tmp_path):
+def test_weights_offloaded_to_disk_by_a_device_map_give_the_same_tokens(saved_model, tmp_path, lossless):
     device_map = dict.fromkeys(
         ("model.embed_tokens", "model.layers.0", "model.norm", "model.rotary_emb", "lm_head"), "cpu"
     )
@@ -105,27 +105,27 @@ def test_weights_offloaded_to_disk_by_a_device_map_give_the_same_tokens(saved_mo
         saved_model, device_map=device_map, offload_folder=tmp_path / "offload"
     ).eval()
     assert model.model.layers[1].self_attn.q_proj.weight.device.type == "meta"
-    cache = MemOSCache.for_model(model, batch_size=2)
+    cache = MemOSCache.for_model(model, batch_size=2, **lossless)
     assert {layer.keys.device.type for layer in cache.layers} == {"cpu"}
     ids = token_ids(2, 6)
     assert torch.equal(generate(model, ids, cache), generate(llama(), ids, dynamic(llama())))
 
 
-def test_weights_offloaded_to_host_memory_by_accelerate_give_the_same_tokens(saved_model):
+def test_weights_offloaded_to_host_memory_by_accelerate_give_the_same_tokens(saved_model, lossless):
     model = cpu_offload(LlamaForCausalLM.from_pretrained(saved_model).eval(), execution_device=torch.device("cpu"))
     ids = token_ids(2, 6)
-    cache = MemOSCache(model.config)
+    cache = MemOSCache(model.config, **lossless)
     assert torch.equal(generate(model, ids, cache), generate(llama(), ids, dynamic(llama())))
 
 
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an accelerator")
-def test_layers_on_an_accelerator_and_on_the_host_have_their_caches_there(saved_model):
+def test_layers_on_an_accelerator_and_on_the_host_have_their_caches_there(saved_model, lossless):
     model = LlamaForCausalLM.from_pretrained(saved_model).eval()
     on_device = ("model.embed_tokens", "model.layers.0", "model.layers.2", "model.norm", "model.rotary_emb", "lm_head")
     device_map = dict.fromkeys(on_device, 0) | {"model.layers.1": "cpu"}
     model = dispatch_model(model, device_map)
-    cache = MemOSCache.for_model(model, batch_size=1)
+    cache = MemOSCache.for_model(model, batch_size=1, **lossless)
     assert {layer.keys.device for layer in cache.layers} == {torch.device("cuda:0")}
     ids = token_ids(1, 6)
     assert torch.equal(generate(model, ids.cuda(), cache).cpu(), generate(llama(), ids, dynamic(llama())))
@@ -174,13 +174,13 @@ def test_two_tensor_parallel_processes_give_the_tokens_of_one(saved_model, tmp_p
 
 
 @pytest.mark.parametrize("family", FAMILIES, ids=lambda family: family.name)
-def test_every_family_can_be_preallocated_for(family):
+def test_every_family_can_be_preallocated_for(family, lossless):
     model = family.build()
-    cache = MemOSCache.for_model(model, batch_size=3)
+    cache = MemOSCache.for_model(model, batch_size=3, **lossless)
     assert cache.memory().used_bytes == 0
     subject = Subject(model, family.encoder_features)
     if model.config.is_encoder_decoder:
-        cache = EncoderDecoderCache(cache, MemOSCache.for_model(model))
+        cache = EncoderDecoderCache(cache, MemOSCache.for_model(model, **lossless))
     torch.testing.assert_close(greedy(subject, cache), greedy(subject, subject.dynamic_cache()))
 
 

@@ -199,6 +199,15 @@ def test_per_layer_data_fills_it_as_it_fills_dynamic_cache(with_config, lossless
     assert_same_content(MemOSCache(ddp_cache_data=data, **config, **lossless), DynamicCache(data, **config))
 
 
+def test_a_cache_without_layers_is_false_and_is_filled_all_the_same(storage):
+    model, ids = llama(), token_ids(1, 20)
+    cache = MemOSCache(**storage)
+    assert not cache
+    answer = generate(model, ids, cache)
+    assert (len(cache), cache.get_seq_length()) == (3, 31)
+    assert torch.equal(answer, generate(model, ids, MemOSCache(model.config, **storage)))
+
+
 def test_iteration_gives_what_another_cache_can_be_built_from():
     ours, theirs = pair_filled(mistral(), tokens=12)
     rebuilt = MemOSCache(iter(ours))

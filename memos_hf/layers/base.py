@@ -179,6 +179,11 @@ class BufferedLayer(CacheLayerMixin):  # type: ignore[misc]
         return self.buffer.length
 
     @property
+    def growths(self) -> int:
+        """Times that memory ran out and was allocated anew, larger."""
+        return self.buffer.growths
+
+    @property
     def used_bytes(self) -> int:
         """Bytes of what is valid."""
         if not self.is_initialized:

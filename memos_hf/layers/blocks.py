@@ -62,6 +62,7 @@ class BlockLayer(BufferedLayer):
         self.version = 0  # of what stand-ins read; they have no data of their own
         self.seals = self.fused_calls = self.materialised_calls = 0
         self._damaged: int | Tensor = 0
+        self._past_growths = 0  # of arenas that were made for other shapes
         self._ahead: tuple[tuple[int, int, int], Aside] | None = None
         self._pool: BlockPool | None = None
         self._table: list[list[int]] = []
@@ -113,7 +114,8 @@ class BlockLayer(BufferedLayer):
         self._slots()
 
     def _take_geometry(self, key_states: Tensor, value_states: Tensor) -> None:
-        if (row_signature(key_states), row_signature(value_states)) != self._signatures:
+        if (row_signature(key_states), row_signature(value_states)) != self._signatures and self._pool is not None:
+            self._past_growths += self._pool.growths
             self._pool = None
         super()._take_geometry(key_states, value_states)
         self._forget_blocks()
@@ -316,6 +318,11 @@ class BlockLayer(BufferedLayer):
         if self._sinks is not None:
             tensors += [self._sinks.keys, self._sinks.values, self._sinks.positions]
         return tensors
+
+    @property
+    def growths(self) -> int:
+        """Times that the tail or the arenas grew."""
+        return super().growths + self._past_growths + (self._pool.growths if self._pool is not None else 0)
 
     @property
     def used_bytes(self) -> int:
