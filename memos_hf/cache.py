@@ -163,6 +163,13 @@ class MemOSCache(DynamicCache):  # type: ignore[misc]
     def from_cache(cls, cache: DynamicCache, **options: Any) -> MemOSCache:
         """A cache with a copy of what a `DynamicCache` (or another `MemOSCache`) holds.
 
+        Parameters
+        ----------
+        cache : DynamicCache
+        **options
+            As for the constructor. `config=model.config` tells a quantized cache which attention the model has; without
+            it blocks are read in place by `sdpa` alone, and flex attention, which is compiled, fails.
+
         Raises
         ------
         TypeError
@@ -173,6 +180,8 @@ class MemOSCache(DynamicCache):  # type: ignore[misc]
         if options.get("static") or (isinstance(cache, MemOSCache) and cache.options.static):
             raise ValueError("from_cache: a static cache is filled by the model and cannot be converted")
         result = cls(**options)
+        if result.options.attention is None and isinstance(cache, MemOSCache):
+            result.options = replace(result.options, attention=cache.options.attention)
         result.layers = [
             convert.from_dynamic(layer, result.options, layer_idx) for layer_idx, layer in enumerate(cache.layers)
         ]

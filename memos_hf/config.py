@@ -49,7 +49,9 @@ class KVQuantizationConfig:
         The same for values alone. A rotated token that shares one scale needs no lowest value beside it at 4 or 2
         bits: the rotation centres it.
     sink_tokens : int
-        First real tokens of each row that are kept exact too; not in sliding windows, which lose them.
+        First real tokens of each row that are kept exact too; not in sliding windows, which lose them. Where padding
+        is, the mask says that attention is given, which eager and flex attention do not show: a left-padded row's
+        first tokens, padding among them, are kept there.
     residual_tokens : int
         Newest tokens that are exact, at least; rounded up to whole blocks.
     rotation : {"hadamard"}, optional
@@ -76,7 +78,7 @@ class KVQuantizationConfig:
 
     def __post_init__(self) -> None:
         for name in ("key_bits", "value_bits"):
-            if getattr(self, name) not in get_args(Bits):
+            if getattr(self, name) not in get_args(Bits) or isinstance(getattr(self, name), float):
                 raise ValueError(f"{name}: expected one of {get_args(Bits)}, got {getattr(self, name)!r}")
         if self.key_axis not in get_args(Axis):
             raise ValueError(f"key_axis: expected one of {get_args(Axis)}, got {self.key_axis!r}")
@@ -85,14 +87,18 @@ class KVQuantizationConfig:
         if self.rotation not in (None, "hadamard"):
             raise ValueError(f"rotation: expected 'hadamard' or None, got {self.rotation!r}")
         _check_positive_int("group_size", self.group_size)
-        if self.value_group_size != "as keys":
+        if isinstance(self.value_group_size, str):
+            if self.value_group_size != "as keys":
+                raise ValueError(f"value_group_size: expected 'as keys', an int or None, got {self.value_group_size!r}")
+        else:
             _check_positive_int("value_group_size", self.value_group_size)
         for name in ("sink_tokens", "residual_tokens"):
             value = getattr(self, name)
             if isinstance(value, bool) or not isinstance(value, int) or value < 0:
                 raise ValueError(f"{name}: expected an int of at least 0, got {value!r}")
-        if not all(isinstance(layer, int) for layer in self.skip_layers):
+        if not isinstance(self.skip_layers, (tuple, list)) or any(type(layer) is not int for layer in self.skip_layers):
             raise TypeError(f"skip_layers: expected a tuple of layer indices, got {self.skip_layers!r}")
+        object.__setattr__(self, "skip_layers", tuple(self.skip_layers))  # a list would make presets uncomparable
         if any(layer < 0 for layer in self.skip_layers):
             raise ValueError(f"skip_layers: expected indices of at least 0, got {self.skip_layers!r}")
 
@@ -101,7 +107,7 @@ class KVQuantizationConfig:
         """A preset by its name, or a config as it is."""
         if isinstance(quantization, KVQuantizationConfig):
             return quantization
-        if quantization not in PRESETS:
+        if not isinstance(quantization, str) or quantization not in PRESETS:
             raise ValueError(
                 f"quantization: expected a KVQuantizationConfig or one of {tuple(PRESETS)}, got {quantization!r}"
             )

@@ -211,3 +211,18 @@ def test_twenty_rounds_of_generation_leave_no_bytes_behind(storage):
     for _ in range(20):
         generate(model, ids, MemOSCache(model.config, **storage))
     assert live_bytes() <= before
+
+
+@pytest.mark.parametrize("quantization", [None, "int8"])
+def test_looking_at_a_cache_changes_nothing(quantization):
+    cache = MemOSCache(llama().config, quantization=quantization)
+    generate(llama(), token_ids(1, 300), cache, 4)
+    held = [tensor.data_ptr() for layer in cache.layers for tensor in layer.held_tensors()]
+    with torch.enable_grad():
+        for look in (repr, MemOSCache.memory, lambda cache: cache.stats):
+            look(cache)
+    assert cache.memory().shared_bytes == 0
+    cache.crop(-1)
+    with torch.no_grad():
+        forward(llama(), token_ids(1, 1), cache)
+    assert [tensor.data_ptr() for layer in cache.layers for tensor in layer.held_tensors()] == held

@@ -488,6 +488,8 @@ def test_bad_options_are_refused_by_name(options, error, words):
         ({"key_axis": "head"}, "key_axis"),
         ({"group_size": 0}, "group_size"),
         ({"value_group_size": 0}, "value_group_size"),
+        ({"value_group_size": "as_keys"}, "value_group_size: expected 'as keys', an int or None"),
+        ({"key_bits": 8.0}, "key_bits: expected one of"),
         ({"sink_tokens": -1}, "sink_tokens"),
         ({"rotation": "random"}, "rotation"),
     ],
@@ -699,6 +701,9 @@ def test_layers_without_a_config_are_quantized_by_their_index():
 def test_layers_to_skip_must_exist():
     with pytest.raises(ValueError, match="skip_layers: expected indices of at least 0"):
         KVQuantizationConfig(skip_layers=(-1,))
+    for wrong in (1, (True,), ("0",)):
+        with pytest.raises(TypeError, match="skip_layers: expected a tuple of layer indices"):
+            KVQuantizationConfig(skip_layers=wrong)
     with pytest.raises(ValueError, match="skip_layers: expected indices below the 3 layers"):
         MemOSCache(llama().config, quantization=KVQuantizationConfig(skip_layers=(99,)))
 
@@ -722,3 +727,35 @@ def test_layers_that_share_keys_and_values_read_a_prompt_exact():
     ids = model.prompt(1, 400)
     logits = [model.forward(cache, ids) for cache in (cache_for(model, INT8), model.dynamic_cache())]
     torch.testing.assert_close(*logits, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("wrong", ["int3", ["int8"], {"key_bits": 8}, 8])
+def test_a_quantization_of_another_kind_is_refused(wrong):
+    with pytest.raises(ValueError, match="quantization: expected a KVQuantizationConfig or one of"):
+        MemOSCache(quantization=wrong)
+
+
+def test_no_rows_are_sealed_as_no_rows():
+    cache = blocks(llama(), INT8)
+    with torch.no_grad():
+        forward(llama(), token_ids(2, 20), cache)
+        cache.batch_select_indices(torch.tensor([], dtype=torch.int64))
+        for _ in range(2):
+            cache.update(*random_states(batch=0, heads=2, tokens=20, head_dim=16), 0)
+    assert cache.layers[0].keys.shape == (0, 2, 60, 16)
+
+
+def test_after_a_crop_to_nothing_nothing_counts_as_used():
+    cache = blocks(llama(), INT8)
+    with torch.no_grad():
+        forward(llama(), token_ids(2, 60), cache)
+    cache.crop(-60)
+    assert cache.memory().used_bytes == 0
+
+
+def test_a_copy_of_a_cache_knows_the_attention_of_the_model():
+    config = copy.deepcopy(llama().config)
+    config._attn_implementation = "memos"
+    copied = MemOSCache.from_cache(MemOSCache(config), quantization="int8")
+    assert copied.options.attention == "memos"
+    assert MemOSCache.from_cache(dynamic(llama()), config=config, quantization="int8").options.attention == "memos"

@@ -21,6 +21,10 @@ Role = Literal["key", "value"]
 Stage = Literal["stored", "axis", "repeated over an axis", "repeated", "merged", "transposed"]
 
 
+class ReplacedError(RuntimeError):
+    """What a tensor without data stands for is no longer in the cache."""
+
+
 class Reading(Protocol):
     """What the two stand-ins of one update read from: a layer as it was left by that update.
 
@@ -36,7 +40,7 @@ class Reading(Protocol):
         """`[batch, kv_heads, tokens, head_dim]` of K or V."""
 
     def decode(self, role: Role) -> Tensor:
-        """All of K or V as a plain tensor. Raises a `RuntimeError` if the layer has changed since."""
+        """All of K or V as a plain tensor. Raises a `ReplacedError` if the layer has changed since."""
 
     def attend(
         self,
@@ -106,7 +110,7 @@ class StandIn(NoData):
 
     def plain(self) -> Tensor:
         """Decode."""
-        states = self.reading.decode(self.role)
+        states = self.reading.decode(self.role).to(self.dtype)
         if self.stage == "stored":
             return states
         if self.stage == "merged":
@@ -146,9 +150,11 @@ def _made(
     return tensor
 
 
-def next_stage(item: StandIn, shape: tuple[int, ...], stage: Stage, repeats: int = 1) -> StandIn:
-    """What stands for a view of what `item` stands for."""
-    return _made(item.reading, item.role, shape, item.dtype, item.device, stage, repeats)
+def next_stage(
+    item: StandIn, shape: tuple[int, ...], stage: Stage, repeats: int = 1, dtype: torch.dtype | None = None
+) -> StandIn:
+    """What stands for a view of what `item` stands for, or for that in another dtype."""
+    return _made(item.reading, item.role, shape, dtype or item.dtype, item.device, stage, repeats)
 
 
 def _new_axis(item: Tensor, index: Any) -> StandIn | None:

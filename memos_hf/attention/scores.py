@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .lazy import FOLLOWED, NoData, Reading, StandIn, next_stage
+from .lazy import FOLLOWED, NoData, Reading, ReplacedError, StandIn, next_stage
 
 # A mask that overwrites scores is taken as one that is added to them; for numbers below this there is no difference.
 HIDING = -1e4
@@ -34,8 +34,21 @@ class Scores(NoData):
     are_weights: bool
 
     def plain(self) -> Tensor:
-        """Compute them."""
-        scores = self.query @ self.reading.decode("key").to(self.query.dtype).transpose(2, 3) * self.scale
+        """Compute them.
+
+        Raises
+        ------
+        ReplacedError
+            If the cache has changed since: attention weights cannot be kept.
+        """
+        try:
+            keys = self.reading.decode("key")
+        except ReplacedError as error:
+            raise ReplacedError(
+                "attention weights cannot be returned with attn_implementation='memos': they are computed when they "
+                "are read, and the cache has changed since. Load the model with attn_implementation='eager'"
+            ) from error
+        scores = self.query @ keys.to(self.query.dtype).transpose(2, 3) * self.scale
         if self.bias is not None:
             scores = scores + self.bias
         if self.are_weights:
@@ -161,7 +174,10 @@ def _to(item: Any, dtype: Any = None, *others: Any, **more: Any) -> Tensor | Non
     if not isinstance(dtype, torch.dtype) or others or more:
         return None
     if isinstance(item, StandIn):
-        return item if item.reading.follows_scores and item.dtype == dtype else None
+        # Kernels compute scores in float32 in any case; half precision would lose some of that.
+        if item.stage != "stored" or not item.reading.follows_scores or dtype not in (item.dtype, torch.float32):
+            return None
+        return next_stage(item, tuple(item.shape), "stored", dtype=dtype)
     return _changed(item, dtype=dtype) if isinstance(item, Scores) else None
 
 

@@ -87,7 +87,7 @@ class BlockPool:
             capacity = capacity if limit is None else min(capacity, limit)
             self._grow_to(max(capacity, self.used + count))
         slots = self._free[:count]
-        index = torch.tensor(slots, device=self.keys["codes"].device)
+        index = torch.tensor(slots, dtype=torch.int64, device=self.keys["codes"].device)
         for arenas, encoded in ((self.keys, keys), (self.values, values)):
             for name, arena in arenas.items():
                 _as_bytes(arena).index_copy_(0, index, _as_bytes(encoded[name]))

@@ -186,9 +186,7 @@ class BufferedLayer(CacheLayerMixin):  # type: ignore[misc]
     @property
     def used_bytes(self) -> int:
         """Bytes of what is valid."""
-        if not self.is_initialized:
-            return 0
-        return sum(half.numel() * half.element_size() for half in self.buffer.halves() if half is not None)
+        return self.buffer.valid_bytes if self.is_initialized else 0
 
     @property
     def full_precision_bytes(self) -> int:

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from ..attention import interface
 from ..attention.dispatch import attend_in_place
-from ..attention.lazy import Role, stand_in
+from ..attention.lazy import ReplacedError, Role, stand_in
 from ..attention.reference import Exact, Sealed, Sinks
 from ..blocks.codecs import BlockCodec
 from ..blocks.pool import BlockPool
@@ -450,6 +450,8 @@ class BlockLayer(BufferedLayer):
         self._table = [row[first:end] for row in self._table] if tokens else []
         self._entry_tokens = tokens
         self.sealed_tokens = sum(tokens)
+        if not tokens:
+            self._sinks = None
         self._read_with = None
 
     def _release_rows(self, rows: list[list[int]]) -> None:
@@ -524,7 +526,7 @@ class _Reading:
 
     def _check(self) -> None:
         if self.version != self.layer.version:
-            raise RuntimeError("these keys and values were replaced: what update returns holds until the next call")
+            raise ReplacedError("these keys and values were replaced: what update returns holds until the next call")
 
 
 @functools.cache

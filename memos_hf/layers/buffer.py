@@ -67,6 +67,15 @@ class KVBuffer:
         return self.end - self.start
 
     @property
+    def valid_bytes(self) -> int:
+        """Bytes of the valid tokens; from shapes, as looking at the tensors would count as reading them."""
+        return sum(
+            half[:, :, :1].numel() * half.element_size() * (min(self.end, half.shape[2]) - self.start)
+            for half in (self._keys, self._values)
+            if half is not None
+        )
+
+    @property
     def shared(self) -> bool:
         """Whether the tensors were handed over and may be held by somebody else too."""
         return not self._writable and (self._keys is not None or self._values is not None)
@@ -124,7 +133,7 @@ class KVBuffer:
 
     def check_paired(self) -> None:
         """Raise a `RuntimeError` if K and V were assigned with different lengths."""
-        lengths = [0 if half is None else half.shape[2] for half in self.halves()]
+        lengths = [0 if half is None else half.shape[2] for half in (self._keys, self._values)]
         if lengths[0] != lengths[1]:
             raise RuntimeError(f"keys has {lengths[0]} tokens and values {lengths[1]}: expected both of one length")
 
