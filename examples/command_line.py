@@ -3,18 +3,16 @@
 from __future__ import annotations
 
 import argparse
-import json
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
-import transformers
 from smollm2 import HUB_ID, load_model
 from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-import memos_hf
+from memos_hf.arguments import positive_int, usable_device
+from memos_hf.output import JsonReport, environment
 
 DTYPES = ("float32", "bfloat16", "float16")
 
@@ -66,51 +64,11 @@ def default_device() -> str:
     return "cuda" if torch.cuda.is_available() else "cpu"
 
 
-def usable_device(name: str) -> torch.device:
-    """The device called `name`, if tensors can be put there."""
-    try:
-        return torch.empty(1, device=name).device
-    except (AssertionError, RuntimeError) as error:
-        raise argparse.ArgumentTypeError(f"{name!r} cannot be used here: {str(error).splitlines()[0]}") from None
-
-
-def positive_int(text: str) -> int:
-    """An int of at least 1."""
-    if not text.isdecimal() or int(text) < 1:
-        raise argparse.ArgumentTypeError(f"expected an int of at least 1, got {text!r}")
-    return int(text)
-
-
-def output_file(text: str) -> Path:
-    """The path of a file that can be created: asked for before the work, not after it."""
-    path = Path(text)
-    if not path.parent.is_dir():
-        raise argparse.ArgumentTypeError(f"{text!r}: there is no folder {str(path.parent)!r}")
-    return path
-
-
 def write_json(path: Path | None, results: dict[str, Any]) -> None:
-    """Write the results to `path` with what gave them, versions and GPU; nothing if no path was asked for."""
-    if path is None:
-        return
-    environment = {
-        "gpu": torch.cuda.get_device_name() if torch.cuda.is_available() else None,
-        "cpu_threads": torch.get_num_threads(),
-        "torch": torch.__version__,
-        "transformers": transformers.__version__,
-        "memos_hf": memos_hf.__version__,
-    }
-    path.write_text(json.dumps({"environment": environment, **results}, indent=2) + "\n", encoding="utf-8")
-    print(f"written: {path}")
-
-
-def print_table(header: Sequence[str], rows: Sequence[Sequence[object]]) -> None:
-    """Print rows under a header, the first column to the left, numbers to the right."""
-    lines = [[str(cell) for cell in row] for row in (header, *rows)]
-    widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
-    for line in lines:
-        first, *others = (cell.rjust(width) for cell, width in zip(line, widths, strict=True))
-        print("  ".join([line[0].ljust(len(first)), *others]).rstrip())
+    """Write the results to `path` with what gave them, device and versions; nothing if no path was asked for."""
+    if path is not None:
+        JsonReport(path, {"environment": environment(torch.device(default_device())), **results})
+        print(f"written: {path}")
 
 
 def verdict(figure: float, bar: float, *, at_least: bool = False) -> str:

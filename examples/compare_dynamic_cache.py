@@ -16,13 +16,14 @@ import pydoc_data.topics
 from collections.abc import Iterator
 
 import torch
-from command_line import add_model_options, model_from, output_file, parser_for, positive_int, verdict, write_json
+from command_line import add_model_options, model_from, parser_for, verdict, write_json
 from torch import Tensor
 from tqdm.auto import tqdm
 from transformers import Cache, DynamicCache, PreTrainedModel, PreTrainedTokenizerBase, StaticCache
 from transformers.cache_utils import DynamicLayer
 
 from memos_hf import MemOSCache
+from memos_hf.arguments import output_file, positive_int
 from memos_hf.bench.decode import WARMUP, Decoder, decode_in_turn
 from memos_hf.bench.memory import held_bytes
 from memos_hf.bench.plot import draw

@@ -11,10 +11,11 @@ import time
 from typing import Any
 
 from cache_argument import cache_argument
-from command_line import add_model_options, model_from, parser_for, positive_int
+from command_line import add_model_options, model_from, parser_for
 from transformers import PreTrainedTokenizerBase, TextStreamer
 
 from memos_hf import MemOSCache
+from memos_hf.arguments import positive_int
 
 
 class TimedStreamer(TextStreamer):

@@ -17,12 +17,14 @@ from pathlib import Path
 
 import torch
 import transformers
-from command_line import output_file, parser_for, positive_int, print_table, write_json
+from command_line import parser_for, write_json
 from growth import feed
 from peak_memory import PeakMemory
 from transformers import Cache, DynamicCache
 
 from memos_hf import MemOSCache
+from memos_hf.arguments import output_file, positive_int
+from memos_hf.output import print_rows
 
 TESTS = Path(__file__).resolve().parent.parent / "tests"
 OUTCOMES = ("passed", "failed", "skipped")
@@ -86,8 +88,9 @@ def print_outcomes(results: list[TestResult]) -> None:
     rows = []
     for name, cases in [*by_name.items(), ("all", results)]:
         counts = Counter(case.outcome for case in cases)
-        rows.append((name, *(counts[outcome] for outcome in OUTCOMES), f"{sum(case.seconds for case in cases):.1f}"))
-    print_table(("test", *OUTCOMES, "seconds"), rows)
+        seconds = f"{sum(case.seconds for case in cases):.1f}"
+        rows.append({"test": name, **{outcome: counts[outcome] for outcome in OUTCOMES}, "seconds": seconds})
+    print_rows(rows)
     for result in results:
         if result.outcome == "failed":
             print(f"failed: {result.name} {result.case}")
@@ -106,9 +109,10 @@ def print_growth(results: list[GrowthResult], tokens: int) -> None:
     rows = []
     for result in results:
         counts = (result.final_bytes, result.peak_bytes, result.reserved_bytes)
-        rows.append((result.cache, *("" if count is None else f"{count / 2**20:.1f}" for count in counts)))
+        shown = ("" if count is None else f"{count / 2**20:.1f}" for count in counts)
+        rows.append(dict(zip(("cache", "in the end", "at the peak", "reserved"), (result.cache, *shown), strict=True)))
     print(f"{tokens:,} tokens, one at a time, {LAYERS} layers of {KV_HEADS} heads of {HEAD_DIM}, bfloat16; MiB")
-    print_table(("cache", "in the end", "at the peak", "reserved"), rows)
+    print_rows(rows)
 
 
 def main() -> None:

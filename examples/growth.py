@@ -8,12 +8,13 @@ From a capacity of 256 tokens to 10,000, in the shape of SmolLM2-135M's layers, 
 from __future__ import annotations
 
 import torch
-from command_line import add_shape_options, output_file, parser_for, positive_int, random_states, verdict, write_json
+from command_line import add_shape_options, parser_for, random_states, verdict, write_json
 from peak_memory import PeakMemory
 from torch import Tensor
 from transformers import Cache
 
 from memos_hf import MemOSCache
+from memos_hf.arguments import output_file, positive_int
 
 GROWTHS_BAR = 11
 PEAK_BAR = 1.1

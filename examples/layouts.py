@@ -16,10 +16,7 @@ from types import SimpleNamespace
 import torch
 from command_line import (
     add_shape_options,
-    output_file,
     parser_for,
-    positive_int,
-    print_table,
     random_states,
     verdict,
     write_json,
@@ -28,7 +25,9 @@ from torch import Tensor
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
 from memos_hf import MemOSCache
+from memos_hf.arguments import output_file, positive_int
 from memos_hf.bench.timing import interleave
+from memos_hf.output import print_rows
 
 LAYOUTS = ("head_major", "seq_major")
 WARMUP = 3
@@ -77,8 +76,12 @@ def main() -> None:
 
     with torch.inference_mode():
         times = measure(options)
-    rows = [(layout, f"{median(passes):.2f}", f"{min(passes):.2f}") for layout, passes in times.items()]
-    print_table(("layout", "ms, median", "ms, best"), rows)
+    print_rows(
+        [
+            {"layout": layout, "ms, median": f"{median(passes):.2f}", "ms, best": f"{min(passes):.2f}"}
+            for layout, passes in times.items()
+        ]
+    )
     speedup = median(times["seq_major"]) / median(times["head_major"])
     print(f"\nhead-major is faster by a factor of {verdict(speedup, SPEEDUP_BAR, at_least=True)}")
     write_json(options.json, {"tokens": options.tokens, "pass_ms": times})

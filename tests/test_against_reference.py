@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import random
 
 import hypothesis.strategies as st
@@ -10,8 +9,9 @@ import pytest
 import torch
 from families import draft_of
 from hypothesis import HealthCheck, settings
-from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+from hypothesis.stateful import initialize, invariant, precondition, rule
 from reference_cache import ReferenceCache
+from side_by_side import MODES, SideBySide
 from tiny import SHORT, forward, generate, llama, token_ids
 
 from memos_hf import KVQuantizationConfig, MemOSCache
@@ -27,10 +27,9 @@ ODD = {
 }
 CONFIGS = {**PRESETS, **{f"short {name}": preset for name, preset in SHORT.items()}, **ODD}
 LAYERS, HEADS, KEY_DIM, VALUE_DIM = 3, 2, 4, 16
-MODES = {"no_grad": torch.no_grad, "inference": torch.inference_mode, "grad": torch.enable_grad}
 
 
-class SameCalls(RuleBasedStateMachine):
+class SameCalls(SideBySide):
     """Every rule does one thing to both caches.
 
     Values are multiples of 1/16, which a rotation of these head dims adds up without rounding: however many blocks
@@ -53,9 +52,12 @@ class SameCalls(RuleBasedStateMachine):
             "initial_capacity": capacity,
         }
         self.ours = MemOSCache(**self.options)
-        self.theirs = ReferenceCache(llama().config, self.quantization, block_size)
+        self.theirs = self.fresh_theirs()
         self.random = torch.Generator().manual_seed(0)
         self.mode = "no_grad"
+
+    def fresh_theirs(self) -> ReferenceCache:
+        return ReferenceCache(llama().config, self.quantization, self.block_size)
 
     def states(self, tokens):
         """K and V of so many tokens."""
@@ -63,13 +65,6 @@ class SameCalls(RuleBasedStateMachine):
             (torch.randint(-64, 65, (self.batch, HEADS, tokens, head_dim), generator=self.random) / 16).to(dtype)
             for head_dim, dtype in zip((KEY_DIM, VALUE_DIM), self.dtypes, strict=True)
         ]
-
-    def length(self) -> int:
-        return self.theirs.get_seq_length()
-
-    @rule(mode=st.sampled_from(list(MODES)))
-    def switch_mode(self, mode):
-        self.mode = mode
 
     @rule(tokens=st.one_of(st.just(1), st.integers(1, 20), st.integers(40, 110)))
     def update(self, tokens):
@@ -93,42 +88,6 @@ class SameCalls(RuleBasedStateMachine):
         tokens = min(tokens, self.length())
         for cache in (self.ours, self.theirs):
             cache.crop(-tokens)
-
-    @precondition(lambda self: self.length() > 0)
-    @rule(data=st.data())
-    def reorder(self, data):
-        rows = data.draw(st.lists(st.integers(0, self.batch - 1), min_size=self.batch, max_size=self.batch))
-        with MODES[self.mode]():
-            for cache in (self.ours, self.theirs):
-                cache.reorder_cache(torch.tensor(rows))
-
-    @precondition(lambda self: self.length() > 0 and self.batch <= 2)
-    @rule(repeats=st.integers(1, 2))
-    def repeat(self, repeats):
-        with MODES[self.mode]():
-            for cache in (self.ours, self.theirs):
-                cache.batch_repeat_interleave(repeats)
-        self.batch *= repeats
-
-    @precondition(lambda self: self.length() > 0)
-    @rule(data=st.data())
-    def select(self, data):
-        rows = data.draw(st.lists(st.integers(0, self.batch - 1), min_size=1, max_size=self.batch))
-        with MODES[self.mode]():
-            for cache in (self.ours, self.theirs):
-                cache.batch_select_indices(torch.tensor(rows))
-        self.batch = len(rows)
-
-    @rule(batch=st.integers(1, 3))
-    def reset(self, batch):
-        self.ours.reset()
-        self.theirs = ReferenceCache(llama().config, self.quantization, self.block_size)
-        self.batch = batch
-
-    @rule()
-    def go_on_with_a_copy(self):
-        original, self.ours = self.ours, copy.deepcopy(self.ours)
-        original.reset()
 
     @precondition(lambda self: self.length() > 0)
     @rule()

@@ -11,20 +11,20 @@ from tiny import llama, mistral, token_ids
 from transformers import DynamicCache
 
 from memos_hf import MemOSCache
+from memos_hf import contenders as contenders_module
 from memos_hf.__main__ import main
-from memos_hf.bench import contenders as contenders_module
 from memos_hf.bench import end_to_end, kernel
 from memos_hf.bench.budget import Budget
 from memos_hf.bench.calls import Geometry, RandomCalls
-from memos_hf.bench.contenders import CONTENDERS, available
 from memos_hf.bench.decode import WARMUP
 from memos_hf.bench.grid import Grid, measure
 from memos_hf.bench.memory import PeakMemory, held_bytes
-from memos_hf.bench.output import JsonReport
 from memos_hf.bench.results import Comparison, Measurement, Place
 from memos_hf.bench.shapes import SHAPES, random_model, shape_config
 from memos_hf.bench.suite import QUICK, GpuSuite
 from memos_hf.bench.timing import device_times, interleave
+from memos_hf.contenders import CONTENDERS, available
+from memos_hf.output import JsonReport
 
 CPU = torch.device("cpu")
 CACHES = ["static", "memos", "memos-int8", "memos-int2"]
@@ -60,7 +60,7 @@ class Clock:
 
 @pytest.fixture(scope="module")
 def grid_report(tiny_llama, tmp_path_factory):
-    report = tmp_path_factory.mktemp("report") / "new folder" / "grid.json"
+    report = tmp_path_factory.mktemp("report") / "grid.json"
     bench(
         *("--model", tiny_llama, "--contexts", 600, "--batch-sizes", 1, 2, "--repeats", 3, "--chunk", 256),
         *("--caches", *CACHES, "--device", "cpu", "--json", report),
@@ -203,6 +203,11 @@ def test_caches_take_chunks_and_steps_in_turn():
         (("--shape", "smollm2-135m", "--quick"), "--quick: expected with --suite"),
         (("--shape", "smollm2-135m", "--contexts", 0), "expected an int of at least 1, got '0'"),
         (("--shape", "smollm2-135m", "--device", "abacus"), "'abacus' cannot be used here"),
+        (("--shape", "smollm2-135m", "--device", "meta"), "'meta' cannot be used here"),
+        (("--shape", "smollm2-135m", "--json", "."), "expected a file, not a folder"),
+        (("--shape", "smollm2-135m", "--json", "no/such/x.json"), "there is no folder 'no/such'"),
+        (("--shape", "smollm2-135m", "--seconds", 5), "--seconds: expected with --suite"),
+        (("--suite", "gpu", "--quick", "--seconds", "nan"), "expected a finite number of at least 0, got 'nan'"),
         ((), "one of the arguments --model --shape --suite is required"),
     ],
 )
@@ -296,12 +301,12 @@ def test_a_comparison_without_dynamic_cache_has_no_ratios():
 
 
 def test_a_report_is_whole_at_every_moment(tmp_path):
-    report = JsonReport(tmp_path / "a" / "b.json", {"rows": []})
+    report = JsonReport(tmp_path / "b.json", {"rows": []})
     report.contents["rows"].append(1)
-    assert json.loads((tmp_path / "a" / "b.json").read_text()) == {"rows": []}
+    assert json.loads((tmp_path / "b.json").read_text()) == {"rows": []}
     report.save()
-    assert json.loads((tmp_path / "a" / "b.json").read_text()) == {"rows": [1]}
-    assert [path.name for path in (tmp_path / "a").iterdir()] == ["b.json"]
+    assert json.loads((tmp_path / "b.json").read_text()) == {"rows": [1]}
+    assert [path.name for path in (tmp_path).iterdir()] == ["b.json"]
 
 
 def test_a_budget_ends():
@@ -450,3 +455,8 @@ def test_a_fused_cache_needs_numba_on_the_cpu_alone(monkeypatch):
     monkeypatch.setattr(contenders_module, "find_spec", lambda name: None)
     assert "numba is not installed" in CONTENDERS["memos-fused"].missing(CPU)
     assert CONTENDERS["memos-fused"].missing(torch.device("cuda")) is None
+
+
+def test_a_picture_that_cannot_be_drawn_is_refused_before_the_work(capsys):
+    pytest.importorskip("matplotlib")
+    assert "'x.foo': expected one of" in refused(capsys, "--shape", "smollm2-135m", "--png", "x.foo")

@@ -1,10 +1,10 @@
 """Quality measured against DynamicCache."""
 
 import json
-import math
 import pydoc_data.topics
 import subprocess
 import sys
+from functools import partial
 from itertools import product
 
 import pytest
@@ -13,12 +13,12 @@ from smollm2 import find_smollm2, load_model
 from tiny import dynamic, generate, llama, mistral, token_ids
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
 from transformers import DynamicCache, PreTrainedTokenizerFast
-from transformers.utils import is_optimum_quanto_available
 
 from memos_hf import KVQuantizationConfig, MemOSCache
-from memos_hf.evaluate import Fact, Needle, caches_for, evaluate, found_by_depth, long_generation, needle
+from memos_hf.__main__ import main
+from memos_hf.evaluate import Fact, Needle, evaluate, found_by_depth, long_generation, needle
 from memos_hf.evaluate.text import first_ids, read_text
-from memos_hf.table import print_table
+from memos_hf.output import print_rows
 
 ALPHABET = "abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ0123456789 .,:;?!()[]{}'\"\n"
 
@@ -250,7 +250,7 @@ def test_what_is_kept_is_counted_where_the_reference_finds_it():
 
 
 def test_a_table_is_aligned(capsys):
-    print_table(
+    print_rows(
         [{"cache": "A", "kl": 0.00001234, "n": 5, "found": True}, {"cache": "Bc", "kl": 1.5, "n": None, "found": 0.0}]
     )
     assert capsys.readouterr().out.splitlines() == [
@@ -258,29 +258,6 @@ def test_a_table_is_aligned(capsys):
         "A      1.2e-05  5    yes",
         "Bc      1.5000         0",
     ]
-
-
-def test_modes_by_name():
-    model = llama()
-    made = caches_for(model, ["none", "int4", "int8-tensor"])
-    assert list(made) == ["MemOSCache none", "MemOSCache int4", "MemOSCache int8-tensor"]
-    quantizations = [make().options.quantization for make in made.values()]
-    assert quantizations[0] is None
-    assert quantizations[2] == KVQuantizationConfig(key_axis="tensor", value_axis="tensor")
-    with pytest.raises(ValueError, match=r"modes: expected some of .*, got 'int3'"):
-        caches_for(model, ["int3"])
-
-
-def test_a_backend_of_quantized_cache_is_compared_or_said_to_be_missing():
-    model = llama()
-    if not is_optimum_quanto_available():
-        with pytest.raises(ImportError, match="quanto"):
-            caches_for(model, ["quanto-4"])
-        return
-    made = caches_for(model, ["quanto-4"])
-    _, quanto = evaluate(model, token_ids(1, 200), made, skip=140, progress=False)
-    assert quanto.cache == "QuantizedCache quanto-4"
-    assert math.isfinite(quanto.perplexity)
 
 
 def test_texts_are_read_from_files(tmp_path, characters):
@@ -320,8 +297,8 @@ def test_texts_are_read_from_the_hub(monkeypatch, source, asked):
 def test_int4_finds_the_needle_wherever_full_precision_does():
     model, tokenizer = load_model()
     text = "\n".join(pydoc_data.topics.topics[name] for name in sorted(pydoc_data.topics.topics))
-    modes = caches_for(model, ["int4"])
-    results = needle(model, tokenizer, text, modes, tokens=1000, depths=(0.1, 0.5, 0.9), progress=False)
+    caches = {"int4": partial(MemOSCache, model.config, quantization="int4")}
+    results = needle(model, tokenizer, text, caches, tokens=1000, depths=(0.1, 0.5, 0.9), progress=False)
     reference, int4 = found_by_depth(results)
     assert reference["kept"] == int4["kept"] == "3 of 3"
     assert results[-1].ratio < 0.5
@@ -340,20 +317,43 @@ def test_the_command_line_prints_tables_and_writes_json(tmp_path):
     text.write_text("The quick brown fox jumps over the lazy dog, again and again. " * 40)
     common = ["--model", find_smollm2(), "--text", text]
     done = command(
-        *common, "--tokens", 200, "--skip", 32, "--modes", "none", "int8", "--generate", 12, "--prompt", 40,
-        "--needle", 100, 200, "--depths", 0, 1, "--json", report,
+        *common, "--caches", "memos", "memos-int8", "static", "--tokens", 200, "--skip", 32, "--generate", 12,
+        "--prompt", 40, "--needle", 100, 200, "--depths", 0, 1, "--json", report,
     )  # fmt: skip
     assert done.returncode == 0, done.stderr[-3000:]
-    assert "MemOSCache int8" in done.stdout
+    assert "memos-int8" in done.stdout
     written = json.loads(report.read_text())
-    names = ["DynamicCache", "MemOSCache none", "MemOSCache int8"]
+    names = ["DynamicCache", "memos", "memos-int8", "static"]
     assert [row["cache"] for row in written["quality"]] == names
     assert [row["cache"] for row in written["generation"]] == names
     assert [row["cache"] for row in written["windows"]] == names[1:]
-    assert [(row["tokens"], row["depth"]) for row in written["needle"][::3]] == list(product((100, 200), (0, 1)))
+    assert [(row["tokens"], row["depth"]) for row in written["needle"][::4]] == list(product((100, 200), (0, 1)))
 
     done = command(*common, "--tokens", 9000)
     assert "--tokens: expected at most the 8192 positions of the model" in done.stderr
     done = command(*common, "--tokens", 2000)
     assert "tokens: expected at most the" in done.stderr
     assert "Traceback" not in done.stderr
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--depths", "x"], "--depths: expected a number from 0 to 1, got 'x'"),
+        (["--depths", "1.5"], "--depths: expected a number from 0 to 1, got '1.5'"),
+        (["--temperature", "-1"], "--temperature: expected a finite number of at least 0, got '-1'"),
+        (["--tokens", "-3"], "--tokens: expected an int of at least 0, got '-3'"),
+        (["--json", "."], "--json: '.': expected a file, not a folder"),
+        (["--json", "/no/folder/x.json"], "--json: '/no/folder/x.json': there is no folder '/no/folder'"),
+    ],
+)
+def test_arguments_that_mean_nothing_are_refused_before_anything_is_loaded(capsys, arguments, message):
+    with pytest.raises(SystemExit):
+        main(["eval", "--model", "none", "--text", "none", *arguments])
+    assert message in capsys.readouterr().err
+
+
+def test_a_folder_is_no_text(tmp_path):
+    pytest.importorskip("datasets")
+    with pytest.raises(ValueError, match="text: expected a file or a data set on the hub, got the folder"):
+        read_text(str(tmp_path), characters=10)

@@ -1,12 +1,11 @@
 """Random sequences of every operation on a MemOSCache and a DynamicCache side by side, compared after each."""
 
-import copy
-
 import hypothesis.strategies as st
 import pytest
 import torch
 from hypothesis import HealthCheck, settings
-from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+from hypothesis.stateful import initialize, invariant, precondition, rule
+from side_by_side import MODES, SideBySide
 from tiny import SHAPE
 from transformers import DynamicCache, Gemma3TextConfig
 
@@ -22,10 +21,9 @@ SHORT_WINDOW, LONG_WINDOW = (
 )
 FULL_ONLY = Gemma3TextConfig(**SHAPE, layer_types=["full_attention"] * 3)
 LOSSLESS = KVQuantizationConfig("full", "full", sink_tokens=2, residual_tokens=8)
-MODES = {"no_grad": torch.no_grad, "inference": torch.inference_mode, "grad": torch.enable_grad}
 
 
-class TwoCaches(RuleBasedStateMachine):
+class TwoCaches(SideBySide):
     """Every rule does one thing to both caches."""
 
     @initialize(
@@ -43,24 +41,17 @@ class TwoCaches(RuleBasedStateMachine):
         if sealed:
             self.options |= {"layout": "head_major", "quantization": LOSSLESS, "block_size": 8}
         self.ours = MemOSCache(config, **self.options)
-        self.theirs = self.fresh_dynamic()
+        self.theirs = self.fresh_theirs()
         if record:
             self.ours.activate_past_recording()
         self.seed = 0
         self.mode = "no_grad"
 
-    def fresh_dynamic(self) -> DynamicCache:
+    def fresh_theirs(self) -> DynamicCache:
         cache = DynamicCache(config=self.config) if self.config is not None else DynamicCache()
         if self.record:
             cache.activate_past_recording()
         return cache
-
-    def length(self) -> int:
-        return self.ours.get_seq_length()
-
-    @rule(mode=st.sampled_from(list(MODES)))
-    def switch_mode(self, mode):
-        self.mode = mode
 
     @rule(tokens=st.one_of(st.just(1), st.integers(1, 50)))
     def update(self, tokens):
@@ -101,42 +92,6 @@ class TwoCaches(RuleBasedStateMachine):
             return False
         held = min(layer.keys.shape[2] for layer in self.ours.layers)
         return not self.record or held - tokens < min(self.length() - tokens, self.config.sliding_window - 1)
-
-    @precondition(lambda self: self.length() > 0)
-    @rule(data=st.data())
-    def reorder(self, data):
-        rows = data.draw(st.lists(st.integers(0, self.batch - 1), min_size=self.batch, max_size=self.batch))
-        with MODES[self.mode]():
-            for cache in (self.ours, self.theirs):
-                cache.reorder_cache(torch.tensor(rows))
-
-    @precondition(lambda self: self.length() > 0 and self.batch <= 3)
-    @rule(repeats=st.integers(1, 3))
-    def repeat(self, repeats):
-        with MODES[self.mode]():
-            for cache in (self.ours, self.theirs):
-                cache.batch_repeat_interleave(repeats)
-        self.batch *= repeats
-
-    @precondition(lambda self: self.length() > 0)
-    @rule(data=st.data())
-    def select(self, data):
-        rows = data.draw(st.lists(st.integers(0, self.batch - 1), min_size=1, max_size=self.batch))
-        with MODES[self.mode]():
-            for cache in (self.ours, self.theirs):
-                cache.batch_select_indices(torch.tensor(rows))
-        self.batch = len(rows)
-
-    @rule(batch=st.integers(1, 3))
-    def reset(self, batch):
-        self.ours.reset()
-        self.theirs = self.fresh_dynamic()
-        self.batch = batch
-
-    @rule()
-    def go_on_with_a_copy(self):
-        original, self.ours = self.ours, copy.deepcopy(self.ours)
-        original.reset()
 
     @rule()
     def convert_there_and_back(self):

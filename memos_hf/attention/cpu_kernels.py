@@ -13,6 +13,9 @@ are the rows of a small matrix. Codes are decoded in registers on the way into p
 scales are folded into sums, queries or weights, so that the innermost loop converts and multiplies, nothing else.
 
 Addresses instead of arrays make one signature of every dtype and stride: the kernel is compiled once.
+
+All of it is in one file because numba keeps compiled code on disk until the file of its entry changes, and knows of no
+other.
 """
 
 from __future__ import annotations

@@ -10,10 +10,12 @@ from typing import Any
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
 
-from .contenders import CONTENDERS, available
+from ..arguments import at_least_zero, output_file, positive_int, usable_device
+from ..contenders import CONTENDERS, available
 from .shapes import SHAPES, random_model, shape_config
 
 SUITES = ("gpu",)
+SUITE_SECONDS = 420.0
 DTYPES = ("float32", "bfloat16", "float16")
 
 
@@ -34,25 +36,25 @@ def add_command(commands: Any) -> None:
         choices=SUITES,
         help="gpu: the decode kernel's correctness and bandwidth, and decoding with llama-3-8b, in one short run",
     )
-    parser.add_argument("--layers", type=_positive_int, metavar="N", help="of --shape: keep the first N layers")
+    parser.add_argument("--layers", type=positive_int, metavar="N", help="of --shape: keep the first N layers")
     parser.add_argument(
         "--caches", nargs="+", metavar="NAME", help=f"some of {', '.join(CONTENDERS)} (all that run here)"
     )
-    parser.add_argument("--contexts", type=_positive_int, nargs="+", default=[1024, 4096], help="tokens (%(default)s)")
-    parser.add_argument("--batch-sizes", type=_positive_int, nargs="+", default=[1], help="rows (%(default)s)")
-    parser.add_argument("--repeats", type=_positive_int, default=20, help="timed steps of each cache (%(default)s)")
+    parser.add_argument("--contexts", type=positive_int, nargs="+", default=[1024, 4096], help="tokens (%(default)s)")
+    parser.add_argument("--batch-sizes", type=positive_int, nargs="+", default=[1], help="rows (%(default)s)")
+    parser.add_argument("--repeats", type=positive_int, default=20, help="timed steps of each cache (%(default)s)")
     parser.add_argument(
         "--chunk",
-        type=_positive_int,
+        type=positive_int,
         default=2048,
         help="tokens of a prompt that the model is given at a time; transformers' quantized caches encode all anew "
         "with every chunk (%(default)s)",
     )
-    parser.add_argument("--device", type=_usable_device, help="(cuda where there is a GPU, else cpu)")
+    parser.add_argument("--device", type=usable_device, help="(cuda where there is a GPU, else cpu)")
     parser.add_argument("--dtype", choices=DTYPES, help="of the model (float32 on a CPU, else bfloat16)")
-    parser.add_argument("--json", type=Path, metavar="FILE", help="write the figures, as soon as they are there")
-    parser.add_argument("--png", type=Path, metavar="FILE", help="draw the figures (needs matplotlib)")
-    parser.add_argument("--seconds", type=float, default=420.0, help="of --suite: time to spend (%(default)s)")
+    parser.add_argument("--json", type=output_file, metavar="FILE", help="write the figures, as soon as they are there")
+    parser.add_argument("--png", type=_picture, metavar="FILE", help="draw the figures (needs matplotlib)")
+    parser.add_argument("--seconds", type=at_least_zero, help=f"of --suite: time to spend ({SUITE_SECONDS:.0f})")
     parser.add_argument("--quick", action="store_true", help="of --suite: toy sizes, on any device")
     parser.set_defaults(run=lambda options: _run(parser, options))
 
@@ -76,7 +78,8 @@ def _run_suite(parser: argparse.ArgumentParser, options: argparse.Namespace) -> 
         parser.error("--suite gpu: expected a CUDA GPU; with --quick the same runs at toy sizes on a CPU")
     if options.png is not None:
         parser.error("--png: expected without --suite, which draws nothing")
-    report = GpuSuite(options.device, QUICK if options.quick else Sizes(), options.seconds, options.json).run()
+    seconds = SUITE_SECONDS if options.seconds is None else options.seconds
+    report = GpuSuite(options.device, QUICK if options.quick else Sizes(), seconds, options.json).run()
     if report["problems"]:
         raise SystemExit(f"problems: {len(report['problems'])}, the first: {report['problems'][0]}")
 
@@ -87,8 +90,8 @@ def _run_grid(parser: argparse.ArgumentParser, options: argparse.Namespace) -> N
 
     if options.quick:
         parser.error("--quick: expected with --suite; the sizes of a grid are options")
-    if options.png is not None and find_spec("matplotlib") is None:
-        parser.error("--png: matplotlib is not installed: pip install 'memos_hf[plots]'")
+    if options.seconds is not None:
+        parser.error("--seconds: expected with --suite; a grid takes as long as it takes")
     grid = Grid(tuple(options.contexts), tuple(options.batch_sizes), options.repeats, options.chunk)
     try:
         config = _config(options, grid.room(grid.longest))
@@ -120,15 +123,13 @@ def _model(options: argparse.Namespace, config: PretrainedConfig) -> PreTrainedM
     return AutoModelForCausalLM.from_pretrained(options.model, dtype=dtype).to(options.device).eval()
 
 
-def _usable_device(name: str) -> torch.device:
-    """The device of this name, if tensors can be put there."""
-    try:
-        return torch.empty(1, device=name).device
-    except (AssertionError, RuntimeError) as error:
-        raise argparse.ArgumentTypeError(f"{name!r} cannot be used here: {str(error).splitlines()[0]}") from None
+def _picture(text: str) -> Path:
+    """The path of a file that matplotlib can draw."""
+    path = output_file(text)
+    if find_spec("matplotlib") is None:
+        raise argparse.ArgumentTypeError("matplotlib is not installed: pip install 'memos_hf[plots]'")
+    from matplotlib.backend_bases import FigureCanvasBase
 
-
-def _positive_int(text: str) -> int:
-    if not text.isdecimal() or int(text) < 1:
-        raise argparse.ArgumentTypeError(f"expected an int of at least 1, got {text!r}")
-    return int(text)
+    if path.suffix.removeprefix(".") not in FigureCanvasBase.filetypes:
+        raise argparse.ArgumentTypeError(f"{text!r}: expected one of {', '.join(sorted(FigureCanvasBase.filetypes))}")
+    return path

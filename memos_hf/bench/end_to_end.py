@@ -8,8 +8,8 @@ from dataclasses import dataclass, field
 import torch
 from transformers import Cache, PretrainedConfig, PreTrainedModel
 
+from ..contenders import CONTENDERS, REFERENCE
 from .budget import Budget
-from .contenders import CONTENDERS, REFERENCE
 from .decode import WARMUP, Decoder, decode_in_turn
 from .grid import materialised_calls
 from .memory import free_bytes, held_bytes

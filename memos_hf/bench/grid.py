@@ -11,7 +11,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from .. import MemOSCache
-from .contenders import Contender
+from ..contenders import Contender
 from .decode import WARMUP, Decoder, decode_in_turn
 from .memory import PeakMemory, held_bytes
 from .results import BASE_CONTEXT, Measurement, Place

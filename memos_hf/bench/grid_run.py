@@ -11,10 +11,10 @@ from torch import Tensor
 from tqdm.auto import tqdm
 from transformers import PreTrainedModel
 
-from .contenders import Contender
+from ..contenders import Contender
+from ..output import JsonReport, environment, say
 from .grid import Grid, measure
 from .memory import PeakMemory
-from .output import JsonReport, environment, say
 from .results import Comparison, ComparisonTable
 
 

@@ -7,8 +7,8 @@ from dataclasses import asdict, dataclass, field
 from statistics import median
 from typing import Any
 
-from .contenders import REFERENCE
-from .output import Table
+from ..contenders import REFERENCE
+from ..output import Table
 
 # The context at which a step is taken to cost nothing for its cache.
 BASE_CONTEXT = 16

@@ -13,11 +13,11 @@ from typing import Any
 
 import torch
 
+from ..contenders import CONTENDERS
+from ..output import JsonReport, Table, environment, say
 from . import end_to_end, kernel
 from .budget import Budget
-from .contenders import CONTENDERS
 from .kernel import LongCache
-from .output import JsonReport, Table, environment, say
 from .results import BASE_CONTEXT, Comparison, ComparisonTable, Place
 from .shapes import random_model, shape_config
 

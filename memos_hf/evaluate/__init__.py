@@ -5,7 +5,7 @@ callables, on any causal model. `python -m memos_hf eval` is their command line.
 """
 
 from .agreement import Agreement
-from .contenders import REFERENCE, CacheFactory, caches_for
+from .caches import REFERENCE, CacheFactory
 from .generation import LongGeneration, Window, long_generation
 from .haystack import MAGIC_NUMBER, Fact, Needle, found_by_depth, needle
 from .teacher_forcing import Quality, evaluate
@@ -20,7 +20,6 @@ __all__ = [
     "Needle",
     "Quality",
     "Window",
-    "caches_for",
     "evaluate",
     "found_by_depth",
     "long_generation",

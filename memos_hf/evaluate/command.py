@@ -3,19 +3,17 @@
 from __future__ import annotations
 
 import argparse
-import json
 import sys
-from pathlib import Path
+from functools import partial
 from typing import Any
 
 import torch
-import transformers
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from .. import __version__
+from ..arguments import at_least_zero, count, output_file, positive_int, share
 from ..config import PRESETS
-from ..table import print_table
-from .contenders import MODES, caches_for
+from ..contenders import CONTENDERS, REFERENCE, available
+from ..output import JsonReport, environment, print_rows, say
 from .generation import long_generation
 from .haystack import DEPTHS, found_by_depth, needle
 from .teacher_forcing import evaluate
@@ -42,23 +40,24 @@ def add_command(commands: Any) -> None:
     )
     parser.add_argument("--column", default="text", help="of the data set, the text (%(default)s)")
     parser.add_argument(
-        "--modes",
+        "--caches",
         nargs="+",
-        default=list(PRESETS),
-        choices=MODES,
-        metavar="MODE",
-        help=f"to compare, of {', '.join(MODES)} ({' '.join(PRESETS)})",
+        metavar="NAME",
+        default=[f"memos-{preset}" for preset in PRESETS],
+        help=f"some of {', '.join(CONTENDERS)} (%(default)s)",
     )
-    parser.add_argument("--tokens", type=_count, default=2048, help="of the text to read, or 0 (%(default)s)")
-    parser.add_argument("--skip", type=_count, default=256, help="first positions that are not counted (%(default)s)")
-    parser.add_argument("--chunk", type=_positive, default=64, help="tokens in one call of the model (%(default)s)")
-    parser.add_argument("--generate", type=_count, default=0, metavar="TOKENS", help="to generate, such as 500")
-    parser.add_argument("--prompt", type=_positive, default=512, help="tokens of the text before them (%(default)s)")
-    parser.add_argument("--temperature", type=float, default=0.0, help="of generation; 0 is greedy (%(default)s)")
-    parser.add_argument("--needle", type=_positive, nargs="+", default=[], metavar="TOKENS", help="of haystacks")
+    parser.add_argument("--tokens", type=count, default=2048, help="of the text to read, or 0 (%(default)s)")
+    parser.add_argument("--skip", type=count, default=256, help="first positions that are not counted (%(default)s)")
+    parser.add_argument("--chunk", type=positive_int, default=64, help="tokens in one call of the model (%(default)s)")
+    parser.add_argument("--generate", type=count, default=0, metavar="TOKENS", help="to generate, such as 500")
+    parser.add_argument("--prompt", type=positive_int, default=512, help="tokens of the text before them (%(default)s)")
+    parser.add_argument(
+        "--temperature", type=at_least_zero, default=0.0, help="of generation; 0 is greedy (%(default)s)"
+    )
+    parser.add_argument("--needle", type=positive_int, nargs="+", default=[], metavar="TOKENS", help="of haystacks")
     parser.add_argument(
         "--depths",
-        type=_share,
+        type=share,
         nargs="+",
         metavar="DEPTH",
         default=list(DEPTHS),
@@ -66,7 +65,7 @@ def add_command(commands: Any) -> None:
     )
     parser.add_argument("--device", default=_accelerator(), help="or auto: over all there are (%(default)s)")
     parser.add_argument("--dtype", choices=DTYPES, default="float32", help="of the model (%(default)s)")
-    parser.add_argument("--json", type=_output_file, metavar="FILE", help="write the figures here")
+    parser.add_argument("--json", type=output_file, metavar="FILE", help="write the figures here")
     parser.set_defaults(run=run)
 
 
@@ -76,18 +75,16 @@ def run(options: argparse.Namespace) -> None:
         measurements = _Measurements(options)
     except (ImportError, OSError, ValueError) as error:
         raise SystemExit(f"eval: {error}") from None
-    report: Report = {}
-    if options.tokens:
-        report |= measurements.read()
-    if options.generate:
-        report |= measurements.generate()
-    if options.needle:
-        report |= measurements.search()
-    if options.json is not None:
-        settings = {name: value for name, value in vars(options).items() if name not in ("run", "command", "json")}
-        versions = {"torch": torch.__version__, "transformers": transformers.__version__, "memos_hf": __version__}
-        content = {"options": settings, "versions": versions, **report}
-        options.json.write_text(json.dumps(content, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
+    settings = {name: value for name, value in vars(options).items() if name not in ("run", "command", "json")}
+    report = JsonReport(options.json, {"options": settings, "environment": environment(measurements.model.device)})
+    for wanted, measure in (
+        (options.tokens, measurements.read),
+        (options.generate, measurements.generate),
+        (options.needle, measurements.search),
+    ):
+        if wanted:
+            report.contents.update(measure())
+            report.save()
 
 
 class _Measurements:
@@ -99,7 +96,15 @@ class _Measurements:
             options.model, dtype=getattr(torch, options.dtype), device_map=options.device
         ).eval()
         self.tokenizer = AutoTokenizer.from_pretrained(options.model)
-        self.caches = caches_for(self.model, options.modes)
+        contenders, left_out = available(options.caches, self.model.config, self.model.device)
+        for name, reason in left_out.items():
+            say(f"left out: {name}: {reason}")
+        room = max(options.tokens, options.prompt + options.generate, PROMPT_ROOM + max(options.needle, default=0))
+        self.caches = {
+            name: partial(contender.make, self.model.config, room)
+            for name, contender in contenders.items()
+            if name != REFERENCE
+        }
         _check_lengths(options, getattr(self.model.config.get_text_config(), "max_position_embeddings", None))
         longest = max(options.tokens, options.prompt if options.generate else 0, *options.needle, 1)
         self.text = read_text(options.text, column=options.column, characters=CHARACTERS_PER_TOKEN * longest)
@@ -143,12 +148,14 @@ class _Measurements:
 
 
 def _print(title: str, rows: list[dict[str, Any]]) -> None:
-    print(f"\n{title}:")
-    print_table(rows)
+    say(f"\n{title}:")
+    print_rows(rows)
 
 
 def _check_lengths(options: argparse.Namespace, positions: int | None) -> None:
     """Raise if an option leaves nothing to count, or asks for more tokens than the model has positions."""
+    if not (options.tokens or options.generate or options.needle):
+        raise ValueError("--tokens: expected more than 0, or --generate or --needle: there is nothing to measure")
     if 0 < options.tokens <= options.skip + 1:
         raise ValueError(f"--tokens: expected more than the {options.skip + 1} that --skip leaves out")
     needed = {
@@ -163,28 +170,3 @@ def _check_lengths(options: argparse.Namespace, positions: int | None) -> None:
 
 def _accelerator() -> str:
     return str(torch.accelerator.current_accelerator() or "cpu")
-
-
-def _count(text: str) -> int:
-    if not text.isdecimal():
-        raise argparse.ArgumentTypeError(f"expected an int of at least 0, got {text!r}")
-    return int(text)
-
-
-def _positive(text: str) -> int:
-    if not text.isdecimal() or int(text) < 1:
-        raise argparse.ArgumentTypeError(f"expected an int of at least 1, got {text!r}")
-    return int(text)
-
-
-def _share(text: str) -> float:
-    if not 0 <= float(text) <= 1:
-        raise argparse.ArgumentTypeError(f"expected a number from 0 to 1, got {text!r}")
-    return float(text)
-
-
-def _output_file(text: str) -> Path:
-    path = Path(text)
-    if not path.parent.is_dir():
-        raise argparse.ArgumentTypeError(f"{text!r}: there is no folder {str(path.parent)!r}")
-    return path

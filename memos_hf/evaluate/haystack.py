@@ -12,7 +12,7 @@ from torch import Tensor
 from tqdm.auto import tqdm
 from transformers import Cache, PreTrainedModel, PreTrainedTokenizerBase
 
-from .contenders import REFERENCE, CacheFactory, bytes_ratio, with_reference
+from .caches import REFERENCE, CacheFactory, bytes_ratio, with_reference
 from .model_calls import check_at_least_one, next_log_probs
 from .text import first_ids
 

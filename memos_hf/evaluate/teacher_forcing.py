@@ -13,7 +13,7 @@ from tqdm.auto import tqdm
 from transformers import PreTrainedModel
 
 from .agreement import Agreement
-from .contenders import CacheFactory, bytes_ratio, with_reference
+from .caches import CacheFactory, bytes_ratio, with_reference
 from .model_calls import check_at_least_one, logits_of
 
 

@@ -69,6 +69,8 @@ def _rows(source: str) -> Any:
     except ImportError as error:
         raise ImportError("texts are read with datasets: pip install 'memos_hf[data]'") from error
     path = Path(source)
+    if path.is_dir():
+        raise ValueError(f"text: expected a file or a data set on the hub, got the folder {source!r}")
     if path.is_file():
         reader = _READERS.get(path.suffix, "text")
         options = {"sample_by": "document"} if reader == "text" else {}

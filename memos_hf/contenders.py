@@ -12,10 +12,12 @@ import torch
 from transformers import Cache, DynamicCache, PretrainedConfig, QuantizedCache, StaticCache, cache_utils
 from transformers.utils import is_hqq_available, is_optimum_quanto_available
 
-from .. import MemOSCache
+from .cache import MemOSCache
+from .config import PRESETS, KVQuantizationConfig
 
 # What all others are measured against.
 REFERENCE = "dynamic"
+ONE_SCALE = KVQuantizationConfig(key_axis="tensor", value_axis="tensor")
 
 
 @dataclass(frozen=True)
@@ -87,16 +89,20 @@ CONTENDERS: dict[str, Contender] = {
         Contender("memos", _memos, _nothing, lossless=True),
         # Another kernel computes its attention, so that it may choose another of two tokens that are nearly equal.
         Contender("memos-fused", partial(_memos, fused_attention=True), _numba),
-        *(
-            Contender(f"memos-{preset}", partial(_memos, quantization=preset), _nothing)
-            for preset in ("int8", "fp8", "int4", "int2")
-        ),
+        *(Contender(f"memos-{preset}", partial(_memos, quantization=preset), _nothing) for preset in PRESETS),
+        # One fixed scale of 0.1 for everything: what scales that fit are worth.
+        Contender("memos-int8-tensor", partial(_memos, quantization=ONE_SCALE), _nothing),
         *(
             Contender(f"quanto-{bits}", partial(_transformers_quantized, backend="quanto", nbits=bits), _quanto)
             for bits in (4, 2)
         ),
         *(
-            Contender(f"hqq-{bits}", partial(_transformers_quantized, backend="hqq", nbits=bits), _hqq)
+            # Its scales run along tokens by default, which transformers' documentation advises against.
+            Contender(
+                f"hqq-{bits}",
+                partial(_transformers_quantized, backend="hqq", nbits=bits, axis_key=1, axis_value=1),
+                _hqq,
+            )
             for bits in (8, 4, 2)
         ),
         Contender("transformers-fp8", partial(_transformers_quantized, backend="fp8"), _fp8),

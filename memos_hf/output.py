@@ -1,4 +1,4 @@
-"""What a run leaves: tables that are printed row by row, and a JSON file that is whole at every moment."""
+"""What a run leaves: tables, printed row by row or at once, and a JSON file that is whole at every moment."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import json
 import os
 import platform
 import sys
+from collections.abc import Mapping, Sequence
 from importlib import import_module
 from pathlib import Path
 from typing import Any
@@ -14,7 +15,7 @@ import torch
 import transformers
 from tqdm.auto import tqdm
 
-from .. import __version__
+from . import __version__
 
 
 def say(line: str) -> None:
@@ -51,21 +52,41 @@ class Table:
         say("  ".join(shown).rstrip())
 
 
+def print_rows(rows: Sequence[Mapping[str, Any]]) -> None:
+    """Print rows under the names of the first one's columns, all of them at once."""
+    cells = [[_shown(row[name]) for name in rows[0]] for row in rows]
+    widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
+    table = Table(*zip(rows[0], widths, strict=True))
+    for row in cells:
+        table.add(*row)
+
+
+def _shown(value: Any) -> str:
+    """`value` in a cell: four decimals, or two digits of what would be lost in them; empty for `None`."""
+    if value is None:
+        return ""
+    if isinstance(value, bool):
+        return "yes" if value else "no"
+    if isinstance(value, float):
+        if value.is_integer():
+            return f"{value:.0f}"
+        return f"{value:.4f}" if abs(value) >= 1e-3 else f"{value:.1e}"
+    return str(value)
+
+
 class JsonReport:
     """A JSON object that is written anew whenever it has changed, so that a run that is cut off leaves what it has.
 
     Parameters
     ----------
     path : Path, optional
-        Folders that are missing are made; `None`: nothing is written.
+        `None`: nothing is written.
     contents : dict
         Changed by the caller, who then calls `save`.
     """
 
     def __init__(self, path: Path | None, contents: dict[str, Any]) -> None:
         self.path, self.contents = path, contents
-        if path is not None:
-            path.parent.mkdir(parents=True, exist_ok=True)
         self.save()
 
     def save(self) -> None:
