@@ -188,6 +188,27 @@ def test_blocks_may_all_lie_before_the_first_visible_token(run):
 
 
 @needs_numba
+@pytest.mark.parametrize("codecs", CODECS)
+def test_a_thread_keeps_to_its_own_memory(monkeypatch, codecs):
+    """Many rows and wide heads, so that a thread needs nearly all of its share, whatever shares a scale."""
+    held = []
+
+    def scratch(floats):
+        held.append(torch.full((floats + 4096,), 7.0))
+        return held[-1].data_ptr()
+
+    monkeypatch.setattr(cpu, "_scratch", scratch)
+    monkeypatch.setattr(torch, "get_num_threads", lambda: 1)
+    shape = {"group": 4, "queries": 32, "key_dim": 256, "value_dim": 128, "block": 32}
+    case = Case(codecs, batch=1, kv_heads=1, **shape)
+    check(case, cpu.decode_attention, tolerance=5e-5)
+    kept_for_parts = (
+        2 * 4 * 32 * (128 + 2)
+    )  # behind the thread's share; one part that has all of a pair leaves it alone
+    assert (held[0][-4096 - kept_for_parts :] == 7).all()
+
+
+@needs_numba
 @pytest.mark.parametrize("threads", [1, 2, 5])
 @pytest.mark.parametrize("codecs", [("int8 token", "int8 token"), ("int4 channel 8 hadamard", "int4 token hadamard")])
 def test_the_kernel_gives_the_same_on_any_number_of_threads(threads, codecs):

@@ -111,12 +111,15 @@ def _tile_tokens(head_dim: int, block_size: int) -> int:
 
 
 def _scales(sealed: Sealed | None, tile: int) -> int:
-    """Floats for the scales and zero points of a tile, of keys and then of values in the same place."""
+    """Floats for scales, and what codes of 0 stand for, of a tile: of keys, and then of values in the same place.
+
+    Those of keys are by token or by channel, whichever share none.
+    """
     if sealed is None:
         return 0
     keys, values = sealed.key_codec, sealed.value_codec
-    key_groups = keys.channels // keys.group_channels * (keys.block_size // keys.group_tokens)
-    return 2 * max(tile, key_groups if keys.group_tokens > 1 else 0, tile * (values.channels // values.group_channels))
+    of_keys = tile if keys.group_tokens == 1 else keys.head_dim
+    return 2 * max(of_keys, tile * (values.channels // values.group_channels))
 
 
 def _sealed_fields(sealed: Sealed | None) -> tuple[int, ...]:
