@@ -14,7 +14,7 @@ CODECS = [
     ("int8 tensor", "int8 tensor"),
     ("fp8 token", "fp8 token"),
     ("int4 channel 8 hadamard", "int4 token hadamard symmetric"),
-    ("int4 token 8 hadamard centered symmetric", "int4 token 8"),
+    ("int4 token 8 hadamard symmetric", "int4 token 8"),
     ("int2 channel 8", "int2 token 8 hadamard"),
 ]
 

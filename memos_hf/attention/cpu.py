@@ -124,7 +124,7 @@ def _scales(sealed: Sealed | None, tile: int) -> int:
 
 def _sealed_fields(sealed: Sealed | None) -> tuple[int, ...]:
     if sealed is None:
-        return (0, TILE_TOKENS, 0, 0, _no_blocks().data_ptr(), 0, *(0,) * 20)
+        return (0, TILE_TOKENS, 0, 0, _no_blocks().data_ptr(), 0, *(0,) * 18)
     if "cpu" not in sealed.prepared:
         kept: list[Tensor] = []
         table, starts = _rows_of(sealed.table, kept), _rows_of(sealed.starts, kept)
@@ -155,7 +155,7 @@ def _rows_of(table: Tensor, kept: list[Tensor]) -> Tensor:
 
 def _coded_fields(codec: BlockCodec, arenas: dict[str, Tensor]) -> tuple[int, ...]:
     kind, codes = CODED_KINDS.get(codec.spec.kind), arenas["codes"]
-    addresses = [arenas[name].data_ptr() if name in arenas else 0 for name in ("codes", "scales", "zeros", "means")]
+    addresses = [arenas[name].data_ptr() if name in arenas else 0 for name in ("codes", "scales", "zeros")]
     return (
         EXACT_KINDS[codes.dtype] if kind is None else kind,
         *addresses,
@@ -165,12 +165,12 @@ def _coded_fields(codec: BlockCodec, arenas: dict[str, Tensor]) -> tuple[int, ..
 
 
 def _units(sealed: Sealed | None) -> tuple[float, ...]:
-    """What a stored scale, a zero point and, of keys, a mean of 1 stand for, and a code of 0 without zero points."""
+    """What a stored scale and a zero point of 1 stand for, and a code of 0 without zero points; of keys, of values."""
     if sealed is None:
-        return (0.0,) * 7
+        return (0.0,) * 6
     keys, values = sealed.key_codec, sealed.value_codec
     return (
-        *(keys.scale_unit, keys.zero_unit, keys.lowest, keys.mean_unit),
+        *(keys.scale_unit, keys.zero_unit, keys.lowest),
         *(values.scale_unit, values.zero_unit, values.lowest),
     )
 

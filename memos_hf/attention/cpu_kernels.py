@@ -40,7 +40,6 @@ _CODED_FIELDS = (
     "codes",
     "scales",
     "zeros",
-    "means",
     "channels",
     "group_channels",
     "group_tokens",
@@ -64,7 +63,7 @@ INTEGERS = (
     *("mask_kind", "mask", "mask_batch_stride", "mask_head_stride", "mask_query_stride", "head_sinks"),
 )
 FLOATS = (
-    *("scale", "softcap", "key_scale_unit", "key_zero_unit", "key_lowest", "key_mean_unit"),
+    *("scale", "softcap", "key_scale_unit", "key_zero_unit", "key_lowest"),
     *("value_scale_unit", "value_zero_unit", "value_lowest"),
 )
 JOB = np.dtype([(name, np.int64) for name in INTEGERS] + [(name, np.float64) for name in FLOATS])
@@ -414,14 +413,6 @@ def _score_codes(
         _score_tokens_with_scales(job, block, first, blocks_ahead, queries, scores, work, scales)
     else:
         _score_groups_of_tokens(job, block, first, blocks_ahead, queries, scores, work, scales)
-    if job.key_means:
-        means, unit = _uint16s(job.key_means + 2 * block * job.key_dim), np.float32(job.key_mean_unit)
-        for r in range(rows):
-            query, out, shared = _floats(queries + 4 * r * job.key_dim), _floats(scores + 4 * r * tokens), _ZERO
-            for channel in range(job.key_dim):
-                shared += query[channel] * _finite_half(means[channel])
-            for t in range(tokens):
-                out[t] += shared * unit
 
 
 @_compiled

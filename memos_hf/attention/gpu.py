@@ -154,7 +154,7 @@ class Layout(NamedTuple):
         How many channels and tokens do.
     channel_span, token_span : int
         Of these, how many neighbours in a tile always do, so that one number is read for them.
-    scale_unit, zero_unit, lowest, mean_unit : float
+    scale_unit, zero_unit, lowest : float
         As :class:`~memos_hf.blocks.codecs.BlockCodec` says; `lowest` is 0 where there are zero points.
     ptx, base
         What converts the first, second, … codes of four bytes, if they can be; see :mod:`memos_hf.attention.gpu_ptx`.
@@ -177,7 +177,6 @@ class Layout(NamedTuple):
     scale_unit: float = 1.0
     zero_unit: float = 1.0
     lowest: float = 0.0
-    mean_unit: float = 1.0
     ptx: tuple[str, ...] = ()
     base: float = 0.0
 
@@ -218,7 +217,6 @@ def _coded(layout: Layout, codec: BlockCodec, shared: bool, channel_span: int, t
         scale_unit=codec.scale_unit,
         zero_unit=codec.zero_unit,
         lowest=0.0 if codec.has_zero_points else codec.lowest,
-        mean_unit=codec.mean_unit,
     )
 
 
@@ -320,7 +318,7 @@ def _sealed_arguments(query: Tensor, sealed: Sealed | None, scale: float) -> dic
     }
 
 
-_ARENAS = ("key_codes", "key_scales", "key_zeros", "key_means", "value_codes", "value_scales", "value_zeros")
+_ARENAS = ("key_codes", "key_scales", "key_zeros", "value_codes", "value_scales", "value_zeros")
 
 
 def _int32_rows(table: Tensor) -> Tensor:

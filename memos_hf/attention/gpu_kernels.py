@@ -308,7 +308,6 @@ def _sealed_scores(
     valid: tl.tensor,
     scales: tl.tensor,
     zeros: tl.tensor,
-    means: tl.tensor,
     KEYS: tl.constexpr,
     dtype: tl.constexpr,
 ) -> tl.tensor:
@@ -339,9 +338,6 @@ def _sealed_scores(
             groups: tl.constexpr = KEYS.block // KEYS.group_tokens
             shared = tl.load(scales + block * groups + tokens // KEYS.group_tokens, mask=valid, other=0)
             scores *= (shared.to(tl.float32) * KEYS.scale_unit)[None, :]
-        if means is not None:
-            mean = tl.load(means + block * KEYS.dim + channels, mask=channels < KEYS.dim, other=0).to(tl.float32)
-            scores += tl.sum(query.to(tl.float32) * (mean * KEYS.mean_unit)[None, :], 1)[:, None]
         return scores
 
 
@@ -454,7 +450,6 @@ def attend(
     key_codes: tl.tensor,
     key_scales: tl.tensor,
     key_zeros: tl.tensor,
-    key_means: tl.tensor,
     value_codes: tl.tensor,
     value_scales: tl.tensor,
     value_zeros: tl.tensor,
@@ -553,7 +548,7 @@ def attend(
                 valid = valid & (index % KEYS.run < KEYS.stretch)
             scores = _sealed_scores(
                 *(rotated, key_codes, block, column, count, tokens, valid),
-                *(key_scales, key_zeros, key_means, KEYS, dtype),
+                *(key_scales, key_zeros, KEYS, dtype),
             )
             seen = valid
             for sink in tl.static_range(SINKS):

@@ -31,7 +31,7 @@ CODECS: dict[str, tuple[str, str]] = {
     **{preset: _specs_of(preset) for preset in PRESETS},
     "int8 by channel": ("int8 channel 32", "int8 token 32"),
     "int8 by one scale": ("int8 tensor", "int8 tensor"),
-    "int4 centered": ("int4 token 32 hadamard centered symmetric", "int4 token 16"),
+    "int4 by token": ("int4 token 32 hadamard symmetric", "int4 token 16"),
     "int2 rotated values": ("int2 channel 16", "int2 token 16 hadamard"),
     "full keys, int4 values": ("full", "int4 token 32"),
 }
