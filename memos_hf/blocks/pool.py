@@ -8,7 +8,7 @@ from collections.abc import Iterable, Sequence
 import torch
 from torch import Tensor
 
-from .codecs import BlockCodec
+from .codecs import BlockCodec, Role
 
 
 class BlockPool:
@@ -96,6 +96,12 @@ class BlockPool:
             assert self._references[slot] == 0, (slot, self._references[slot])
             self._references[slot] = 1
         return slots
+
+    def gather(self, role: Role, slots: Sequence[int]) -> dict[str, Tensor]:
+        """A copy of the encoded keys or values of `slots`, `[len(slots), …]` each, in that order."""
+        arenas = self.keys if role == "key" else self.values
+        index = torch.tensor(slots, dtype=torch.int64, device=arenas["codes"].device)
+        return {name: _as_bytes(arena).index_select(0, index).view(arena.dtype) for name, arena in arenas.items()}
 
     def share(self, slots: Iterable[int]) -> None:
         """Hold each of `slots` once more."""

@@ -274,12 +274,9 @@ class BlockLayer(BufferedLayer):
         if not self._entry_tokens or last <= tail.shape[2]:
             return tail[:, :, max(tail.shape[2] - last, 0) :]
         assert self._pool is not None
-        codec, arenas = (
-            (self._pool.key_codec, self._pool.keys) if role == "key" else (self._pool.value_codec, self._pool.values)
-        )
+        codec = self._pool.key_codec if role == "key" else self._pool.value_codec
         batch, heads, _, head_dim = tail.shape
-        slots = torch.tensor(self._table, dtype=torch.int64, device=tail.device)
-        states = codec.decode({name: arena[slots.flatten()] for name, arena in arenas.items()})
+        states = codec.decode(self._pool.gather(role, [slot for row in self._table for slot in row]))
         entries = len(self._entry_tokens)
         states = states.view(batch, entries, heads, self.block_size, head_dim).transpose(1, 2).flatten(2, 3)
         if self.sealed_tokens < states.shape[2]:
