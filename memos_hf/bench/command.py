@@ -53,7 +53,7 @@ def add_command(commands: Any) -> None:
     parser.add_argument("--device", type=usable_device, help="(cuda where there is a GPU, else cpu)")
     parser.add_argument("--dtype", choices=DTYPES, help="of the model (float32 on a CPU, else bfloat16)")
     parser.add_argument("--json", type=output_file, metavar="FILE", help="write the figures, as soon as they are there")
-    parser.add_argument("--png", type=_picture, metavar="FILE", help="draw the figures (needs matplotlib)")
+    parser.add_argument("--png", type=output_file, metavar="FILE", help="draw the figures (needs matplotlib)")
     parser.add_argument("--seconds", type=at_least_zero, help=f"of --suite: time to spend ({SUITE_SECONDS:.0f})")
     parser.add_argument("--quick", action="store_true", help="of --suite: toy sizes, on any device")
     parser.set_defaults(run=lambda options: _run(parser, options))
@@ -92,6 +92,8 @@ def _run_grid(parser: argparse.ArgumentParser, options: argparse.Namespace) -> N
         parser.error("--quick: expected with --suite; the sizes of a grid are options")
     if options.seconds is not None:
         parser.error("--seconds: expected with --suite; a grid takes as long as it takes")
+    if options.png is not None:
+        _check_picture(parser, options.png)
     grid = Grid(tuple(options.contexts), tuple(options.batch_sizes), options.repeats, options.chunk)
     try:
         config = _config(options, grid.room(grid.longest))
@@ -123,13 +125,11 @@ def _model(options: argparse.Namespace, config: PretrainedConfig) -> PreTrainedM
     return AutoModelForCausalLM.from_pretrained(options.model, dtype=dtype).to(options.device).eval()
 
 
-def _picture(text: str) -> Path:
-    """The path of a file that matplotlib can draw."""
-    path = output_file(text)
+def _check_picture(parser: argparse.ArgumentParser, path: Path) -> None:
+    """Refuse a file that matplotlib cannot draw, before anything is measured."""
     if find_spec("matplotlib") is None:
-        raise argparse.ArgumentTypeError("matplotlib is not installed: pip install 'memos_hf[plots]'")
+        parser.error("--png: matplotlib is not installed: pip install 'memos_hf[plots]'")
     from matplotlib.backend_bases import FigureCanvasBase
 
     if path.suffix.removeprefix(".") not in FigureCanvasBase.filetypes:
-        raise argparse.ArgumentTypeError(f"{text!r}: expected one of {', '.join(sorted(FigureCanvasBase.filetypes))}")
-    return path
+        parser.error(f"--png: {str(path)!r}: expected one of {', '.join(sorted(FigureCanvasBase.filetypes))}")
