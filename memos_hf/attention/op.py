@@ -1,13 +1,15 @@
-"""The operator `memos::decode_attention`: one schema for every device, so that compilers and profilers see it by name.
+"""The operators `memos::decode_attention` and, over a part of the cached tokens, `memos::partial_attention`.
 
-A call hands over tensors and strings alone. :func:`decode_attention` takes the same arguments as the reference and
-spells them out; kernels are chosen inside, by device and by what is installed.
+Each has one schema for every device, so that compilers and profilers see it by name. A call hands over tensors and
+strings alone. The functions take the same arguments as the reference and spell them out; kernels are chosen inside, by
+device and by what is installed.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from functools import lru_cache
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -18,13 +20,18 @@ from . import cpu, gpu, reference
 from .reference import Exact, Sealed, Sinks
 
 _library = torch.library.Library("memos", "DEF")  # type: ignore[no-untyped-call]
-_library.define(  # type: ignore[no-untyped-call]
-    "decode_attention(Tensor query, Tensor tail_keys, Tensor tail_values, Tensor[] key_arenas, Tensor[] value_arenas, "
+# What is attended to, and by whom, in tensors and strings.
+_STATES = (
+    "Tensor query, Tensor tail_keys, Tensor tail_values, Tensor[] key_arenas, Tensor[] value_arenas, "
     "str key_codec, str value_codec, Tensor? block_table, Tensor? block_starts, "
-    "Tensor? sink_keys, Tensor? sink_values, Tensor? sink_positions, "
-    "Tensor? mask, float scale, float softcap=0.0, Tensor? head_sinks=None) -> Tensor",
-    tags=(torch.Tag.pt2_compliant_tag,),
+    "Tensor? sink_keys, Tensor? sink_values, Tensor? sink_positions"
 )
+_COUNT = len(_STATES.split(", "))
+for _schema in (
+    f"decode_attention({_STATES}, Tensor? mask, float scale, float softcap=0.0, Tensor? head_sinks=None) -> Tensor",
+    f"partial_attention({_STATES}, Tensor? mask, float scale, float softcap=0.0) -> (Tensor, Tensor)",
+):
+    _library.define(_schema, tags=(torch.Tag.pt2_compliant_tag,))  # type: ignore[no-untyped-call]
 
 
 def decode_attention(
@@ -47,10 +54,86 @@ def decode_attention(
     ValueError
         If shapes do not fit each other, naming the argument, what was expected and what came.
     """
-    if type(query) is Tensor and not torch.compiler.is_compiling() and not profiler._is_profiler_enabled:
-        # Nobody is looking, and the way through the dispatcher takes as long as a short context's attention.
+    if _nobody_is_looking(query):
         return _run(query, tail, sealed, sinks, mask, scale, softcap, head_sinks)
-    output: Tensor = torch.ops.memos.decode_attention(
+    states = _spelled_out(query, tail, sealed, sinks)
+    output: Tensor = torch.ops.memos.decode_attention(*states, mask, scale, softcap, head_sinks)
+    return output
+
+
+def partial_attention(
+    query: Tensor,
+    tail: Exact | None,
+    sealed: Sealed | None,
+    sinks: Sinks | None,
+    mask: Tensor | None,
+    scale: float,
+    softcap: float = 0.0,
+) -> tuple[Tensor, Tensor]:
+    """Attention over a part of the cached tokens, through `torch.ops.memos.partial_attention`.
+
+    :class:`memos_hf.attention.merge.Merge` joins the parts, each cached token being in one of them. Head sinks are no
+    part of any: they come in there.
+
+    Parameters
+    ----------
+    query : Tensor
+        `[batch, heads, queries, head_dim]`, any number of queries.
+    tail : Exact, optional
+        `None` if the part is made of sealed blocks alone.
+    sealed : Sealed, optional
+        Neighbouring entries of a block table. `sealed.starts` may begin after 0: positions, in masks and of sinks too,
+        remain those in the row of all cached tokens. The tail follows the last entry, or begins at 0 if there is none.
+    sinks : Sinks, optional
+        As in a call over all tokens. A part takes those of its own sealed tokens, and leaves the others to other parts.
+    mask : Tensor, optional
+        Boolean (true: attend) or additive, `[batch or 1, heads or 1, queries, tokens]`, with at least as many tokens as
+        the positions of this part reach. `None`: every query sees all of the part, so nothing is causal here.
+    scale, softcap
+        As :func:`decode_attention` takes them.
+
+    Returns
+    -------
+    output : Tensor
+        `[batch, heads, queries, value_dim]`, float32, or float64 if `query` is; the softmax is over this part alone. 0
+        where nothing may be attended to.
+    log_sum_exp : Tensor
+        `[batch, heads, queries]` in the dtype of `output`: the logarithm of the sum of the exponentials of all scores,
+        scaled, capped and masked. -inf where nothing may be attended to.
+
+    Raises
+    ------
+    ValueError
+        If shapes do not fit each other, naming the argument, what was expected and what came; or if `tail` and `sealed`
+        are both `None`.
+    """
+    if tail is None:
+        tail = _no_tail(query, sealed)
+    if _nobody_is_looking(query):
+        return _run_part(query, tail, sealed, sinks, mask, scale, softcap)
+    states = _spelled_out(query, tail, sealed, sinks)
+    result: tuple[Tensor, Tensor] = torch.ops.memos.partial_attention(*states, mask, scale, softcap)
+    return result
+
+
+def _nobody_is_looking(query: Tensor) -> bool:
+    """Whether to pass by the dispatcher, which takes as long as a short context's attention."""
+    return type(query) is Tensor and not torch.compiler.is_compiling() and not profiler._is_profiler_enabled
+
+
+def _no_tail(query: Tensor, sealed: Sealed | None) -> Exact:
+    if sealed is None:
+        raise ValueError("tail, sealed: expected at least one of them, got None and None")
+    batch, kv_heads = query.shape[0], sealed.keys["codes"].shape[1]
+    return Exact(
+        query.new_empty((batch, kv_heads, 0, query.shape[-1])),
+        query.new_empty((batch, kv_heads, 0, sealed.value_codec.head_dim)),
+    )
+
+
+def _spelled_out(query: Tensor, tail: Exact, sealed: Sealed | None, sinks: Sinks | None) -> tuple[Any, ...]:
+    """The arguments that `_STATES` says."""
+    return (
         query,
         tail.keys,
         tail.values,
@@ -63,16 +146,10 @@ def decode_attention(
         sinks.keys if sinks is not None else None,
         sinks.values if sinks is not None else None,
         sinks.positions if sinks is not None else None,
-        mask,
-        scale,
-        softcap,
-        head_sinks,
     )
-    return output
 
 
-@torch.library.impl(_library, "decode_attention", "CompositeExplicitAutograd")
-def _decode_attention(
+def _put_together(
     query: Tensor,
     tail_keys: Tensor,
     tail_values: Tensor,
@@ -85,11 +162,8 @@ def _decode_attention(
     sink_keys: Tensor | None,
     sink_values: Tensor | None,
     sink_positions: Tensor | None,
-    mask: Tensor | None,
-    scale: float,
-    softcap: float = 0.0,
-    head_sinks: Tensor | None = None,
-) -> Tensor:
+) -> tuple[Tensor, Exact, Sealed | None, Sinks | None]:
+    """What was spelled out."""
     sealed = None
     if block_table is not None and block_starts is not None:
         keys = _codec(key_codec, "key", query.shape[-1], key_arenas[0])
@@ -98,7 +172,17 @@ def _decode_attention(
     sinks = None
     if sink_keys is not None and sink_values is not None and sink_positions is not None:
         sinks = Sinks(sink_keys, sink_values, sink_positions)
-    return _run(query, Exact(tail_keys, tail_values), sealed, sinks, mask, scale, softcap, head_sinks)
+    return query, Exact(tail_keys, tail_values), sealed, sinks
+
+
+@torch.library.impl(_library, "decode_attention", "CompositeExplicitAutograd")
+def _decode_attention(*arguments: Any) -> Tensor:
+    return _run(*_put_together(*arguments[:_COUNT]), *arguments[_COUNT:])
+
+
+@torch.library.impl(_library, "partial_attention", "CompositeExplicitAutograd")
+def _partial_attention(*arguments: Any) -> tuple[Tensor, Tensor]:
+    return _run_part(*_put_together(*arguments[:_COUNT]), *arguments[_COUNT:])
 
 
 def _run(
@@ -108,16 +192,54 @@ def _run(
     sinks: Sinks | None,
     mask: Tensor | None,
     scale: float,
+    softcap: float = 0.0,
+    head_sinks: Tensor | None = None,
+) -> Tensor:
+    check_shapes(query, tail, sealed, sinks, mask, head_sinks)
+    return _attend(query, tail, sealed, sinks, mask, scale, softcap, head_sinks, None)
+
+
+def _run_part(
+    query: Tensor,
+    tail: Exact,
+    sealed: Sealed | None,
+    sinks: Sinks | None,
+    mask: Tensor | None,
+    scale: float,
+    softcap: float = 0.0,
+) -> tuple[Tensor, Tensor]:
+    check_shapes(query, tail, sealed, sinks, mask, None, whole=False)
+    batch, heads, queries, head_dim = query.shape
+    log_sum_exp = query.new_empty((batch, heads, queries), dtype=torch.promote_types(query.dtype, torch.float32))
+    written = log_sum_exp
+    if mask is None:
+        # The kernels take a missing mask as causal at the end, where one query a head sees everything.
+        query = query.reshape(batch, heads * queries, 1, head_dim)
+        written = log_sum_exp.view(batch, heads * queries, 1)
+    output = _attend(query, tail, sealed, sinks, mask, scale, softcap, None, written)
+    return output.view(batch, heads, queries, -1), log_sum_exp
+
+
+def _attend(
+    query: Tensor,
+    tail: Exact,
+    sealed: Sealed | None,
+    sinks: Sinks | None,
+    mask: Tensor | None,
+    scale: float,
     softcap: float,
     head_sinks: Tensor | None,
+    log_sum_exp: Tensor | None,
 ) -> Tensor:
-    """Check the arguments and choose a kernel."""
-    check_shapes(query, tail, sealed, sinks, mask, head_sinks)
+    """Choose a kernel and call it."""
     run = _kernel_for(query, tail, sealed)
+    if log_sum_exp is not None:  # the compiled kernels do not write it yet
+        run = reference.decode_attention
+    written = {} if log_sum_exp is None else {"log_sum_exp": log_sum_exp}
     if not torch.is_autocast_enabled(query.device.type):
-        return run(query, tail, sealed, sinks, mask, scale, softcap, head_sinks)
+        return run(query, tail, sealed, sinks, mask, scale, softcap, head_sinks, **written)
     with torch.autocast(query.device.type, enabled=False):  # the softmax is accumulated in float32
-        return run(query, tail, sealed, sinks, mask, scale, softcap, head_sinks)
+        return run(query, tail, sealed, sinks, mask, scale, softcap, head_sinks, **written)
 
 
 def _kernel_for(query: Tensor, tail: Exact, sealed: Sealed | None) -> Callable[..., Tensor]:
@@ -135,6 +257,15 @@ def _decode_attention_shape(query: Tensor, tail_keys: Tensor, tail_values: Tenso
     return query.new_empty((*query.shape[:3], tail_values.shape[-1]))
 
 
+@torch.library.register_fake("memos::partial_attention", lib=_library)  # type: ignore[untyped-decorator]
+def _partial_attention_shape(
+    query: Tensor, tail_keys: Tensor, tail_values: Tensor, *others: object
+) -> tuple[Tensor, Tensor]:
+    dtype = torch.promote_types(query.dtype, torch.float32)
+    output = query.new_empty((*query.shape[:3], tail_values.shape[-1]), dtype=dtype)
+    return output, query.new_empty(query.shape[:3], dtype=dtype)
+
+
 def check_shapes(
     query: Tensor,
     tail: Exact,
@@ -142,16 +273,17 @@ def check_shapes(
     sinks: Sinks | None,
     mask: Tensor | None,
     head_sinks: Tensor | None,
+    whole: bool = True,
 ) -> None:
-    """Raise a `ValueError` unless the arguments of a call fit each other."""
+    """Raise a `ValueError` unless the arguments of a call, over all cached tokens or over a part, fit each other."""
     batch, heads, queries, head_dim = query.shape
     kv_heads, tokens = tail.keys.shape[1:3]
     _expect("tail keys", tail.keys, (batch, kv_heads, tokens, head_dim))
     _expect("tail values", tail.values, (batch, kv_heads, tokens, tail.values.shape[-1]))
     if heads % kv_heads:
         raise ValueError(f"query: expected a multiple of {kv_heads} heads, as many as keys have, got {heads}")
-    if sealed is not None and sealed.prepared.get("checked for") != (batch, kv_heads):
-        _check_sealed(sealed, batch, kv_heads)
+    if sealed is not None and sealed.prepared.get("checked for") != (batch, kv_heads, whole, tokens > 0):
+        _check_sealed(sealed, batch, kv_heads, whole, tokens > 0)
     if sinks is not None:
         count = sinks.positions.shape[-1]
         _expect("sink positions", sinks.positions, (batch, count))
@@ -165,12 +297,13 @@ def check_shapes(
         tokens += sealed.prepared["tokens"]
     else:
         tokens = mask.shape[-1] if sealed is not None else tokens
-    fits = mask.ndim == 4 and mask.shape[0] in (1, batch) and mask.shape[1] in (1, heads)
-    if not fits or tuple(mask.shape[2:]) != (queries, tokens):
-        raise ValueError(f"mask: expected [1 or {batch}, 1 or {heads}, {queries}, {tokens}], got {tuple(mask.shape)}")
+    fits = mask.ndim == 4 and mask.shape[0] in (1, batch) and mask.shape[1] in (1, heads) and mask.shape[2] == queries
+    if not fits or mask.shape[3] < tokens or (whole and mask.shape[3] > tokens):
+        expected = f"[1 or {batch}, 1 or {heads}, {queries}, {tokens}{'' if whole else ' or more'}]"
+        raise ValueError(f"mask: expected {expected}, got {tuple(mask.shape)}")
 
 
-def _check_sealed(sealed: Sealed, batch: int, kv_heads: int) -> None:
+def _check_sealed(sealed: Sealed, batch: int, kv_heads: int, whole: bool, has_tail: bool) -> None:
     entries = sealed.table.shape[-1]
     _expect("block table", sealed.table, (batch, entries))
     _expect("block starts", sealed.starts, (batch, entries + 1))
@@ -178,19 +311,20 @@ def _check_sealed(sealed: Sealed, batch: int, kv_heads: int) -> None:
         for name, (shape, _) in codec.layout(kv_heads).items():
             _expect(f"{codec.role} {name}", arenas[name], (arenas[name].shape[0], *shape))
     if sealed.starts.device.type == "cpu":
-        sealed.prepared["tokens"] = _sealed_tokens(sealed.starts)
-    sealed.prepared["checked for"] = (batch, kv_heads)
+        sealed.prepared["tokens"] = _sealed_tokens(sealed.starts, whole, has_tail)
+    sealed.prepared["checked for"] = (batch, kv_heads, whole, has_tail)
 
 
-def _sealed_tokens(starts: Tensor) -> int:
-    """How many sealed tokens the longest row has; raises unless those of every row begin at 0 or before."""
+def _sealed_tokens(starts: Tensor, whole: bool, has_tail: bool) -> int:
+    """Where the sealed tokens of the longest row end; raises if a row begins or ends where it must not.
+
+    A part may begin anywhere, and, if no tail follows, lie before position 0 as a whole.
+    """
     rows = starts[:, :: max(starts.shape[1] - 1, 1)].tolist()  # the first number and the last
     first, last = max((row[0] for row in rows), default=0), min((row[-1] for row in rows), default=0)
-    if first > 0 or last < 0:
-        raise ValueError(
-            "block starts: expected rows whose first number is at most 0 and whose last is at least 0, got a first of "
-            f"{first} and a last of {last}"
-        )
+    if (whole and first > 0) or ((whole or has_tail) and last < 0):
+        expected = "rows whose first number is at most 0 and whose last is at least 0"
+        raise ValueError(f"block starts: expected {expected}, got a first of {first} and a last of {last}")
     return max((int(row[-1]) for row in rows), default=0)
 
 

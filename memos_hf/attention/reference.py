@@ -73,7 +73,7 @@ class Sinks:
     """Exact keys and values of a few sealed tokens, `[batch, kv_heads, sinks, head_dim]`, used instead of encoded ones.
 
     `positions`, int32 `[batch, sinks]`, says which cached tokens of the row they are. A sink at -1, or at a position
-    that is not sealed, is left out.
+    that is not sealed, or not in this part, is left out.
     """
 
     keys: Tensor
@@ -117,6 +117,10 @@ class OnlineSoftmax:
             total = total + torch.exp(head_sinks - finite)
         return torch.where(total > 0, self.output / total, 0)
 
+    def log_sum_exp(self) -> Tensor:
+        """Logarithm of the sum of the exponentials of all scores, `[batch, kv_heads, rows]`; -inf for those rows."""
+        return (self.maximum + torch.log(self.total)).squeeze(-1)
+
 
 def decode_attention(
     query: Tensor,
@@ -127,11 +131,13 @@ def decode_attention(
     scale: float,
     softcap: float,
     head_sinks: Tensor | None,
+    log_sum_exp: Tensor | None = None,
 ) -> Tensor:
     """Attention of a few queries over sealed blocks, sinks and tail.
 
     The cached tokens of a row are its sealed tokens in the order of its block table, from position 0 on, then its
-    tail. Computed in float32, or in float64 if `query` is.
+    tail. Computed in float32, or in float64 if `query` is. What is sealed may also begin at a later position, if the
+    tokens before it are another part.
 
     Parameters
     ----------
@@ -148,11 +154,15 @@ def decode_attention(
         Scores become `softcap * tanh(score / softcap)`; 0 for none.
     head_sinks : Tensor, optional
         `[heads]`, a logit of each head that takes a share of the probability and has no value (gpt-oss).
+    log_sum_exp : Tensor, optional
+        `[batch, heads, queries]`, contiguous, in the dtype of the computation. The logarithms of the sums over the
+        exponentials of scores, without head sinks, are written to it: -inf where nothing may be attended to.
 
     Returns
     -------
     Tensor
-        `[batch, heads, queries, value_dim]` in the dtype of `query`; 0 where nothing may be attended to.
+        `[batch, heads, queries, value_dim]` in the dtype of `query`, or in that of `log_sum_exp` where it is given; 0
+        where nothing may be attended to.
     """
     dtype = torch.promote_types(query.dtype, torch.float32)
     kv_heads = tail.keys.shape[1]
@@ -164,7 +174,7 @@ def decode_attention(
         _add_sealed(softmax, rows, sealed, sinks, bias)
         if sinks is not None:
             positions = sinks.positions.long()
-            valid = (positions >= 0) & (positions < sealed_tokens)
+            valid = (positions >= sealed.starts[:, :1].clamp(min=0)) & (positions < sealed_tokens)
             _add_exact(softmax, rows, Exact(sinks.keys, sinks.values), positions, valid, bias)
     for start in range(0, tail.keys.shape[2], TOKENS_PER_STEP):
         part = Exact(tail.keys[:, :, start:][:, :, :TOKENS_PER_STEP], tail.values[:, :, start:][:, :, :TOKENS_PER_STEP])
@@ -173,8 +183,11 @@ def decode_attention(
     if head_sinks is not None:
         head_sinks = head_sinks.to(dtype).view(1, kv_heads, -1, 1, 1).expand(-1, -1, -1, query.shape[2], 1)
         head_sinks = head_sinks.reshape(1, kv_heads, -1, 1)
-    output = softmax.result(head_sinks)
-    return output.reshape(*query.shape[:3], -1).to(query.dtype)
+    output = softmax.result(head_sinks).reshape(*query.shape[:3], -1)
+    if log_sum_exp is None:
+        return output.to(query.dtype)
+    log_sum_exp.copy_(softmax.log_sum_exp().view_as(log_sum_exp))
+    return output
 
 
 class _Bias:
@@ -191,12 +204,12 @@ class _Bias:
             scores = self.softcap * torch.tanh(scores / self.softcap)
         count = positions.shape[-1]
         scores = scores.view(self.batch, self.kv_heads, -1, self.queries, count)
-        if self.mask is None:
+        if self.mask is None or self.mask.shape[-1] == 0:  # a part that lies before the first visible token
             last_seen = torch.arange(self.tokens - self.queries, self.tokens, device=scores.device)
             allowed = positions[:, None, :] <= last_seen[:, None]
             scores = scores.masked_fill(~allowed[:, None, None], -torch.inf)
         else:
-            scores = self._masked(scores, positions.clamp(0, self.tokens - 1))
+            scores = self._masked(scores, positions.clamp(0, self.mask.shape[-1] - 1))
         if valid is not None:
             scores = scores.masked_fill(~valid[:, None, None, None], -torch.inf)
         return scores.reshape(self.batch, self.kv_heads, -1, count)
