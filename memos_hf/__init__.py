@@ -1,12 +1,22 @@
 """memos_hf: a KV cache for HuggingFace Transformers."""
 
 from .attention import interface
+from .blocks.budget import MemoryBudget
 from .cache import MemOSCache
-from .config import CacheOptions, KVQuantizationConfig
+from .config import CacheOptions, KVQuantizationConfig, OffloadConfig
 from .report import CacheStats, DeviceMemory, MemoryReport
 
 interface.register()
 
 __version__ = "0.1.0"
 
-__all__ = ["CacheOptions", "CacheStats", "DeviceMemory", "KVQuantizationConfig", "MemOSCache", "MemoryReport"]
+__all__ = [
+    "CacheOptions",
+    "CacheStats",
+    "DeviceMemory",
+    "KVQuantizationConfig",
+    "MemOSCache",
+    "MemoryBudget",
+    "MemoryReport",
+    "OffloadConfig",
+]

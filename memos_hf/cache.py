@@ -4,8 +4,10 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
+from weakref import WeakMethod
 
 import torch
 from torch import Tensor
@@ -21,8 +23,9 @@ from transformers.cache_utils import (
 )
 from transformers.utils.generic import is_flash_attention_requested
 
-from .config import CacheOptions, KVQuantizationConfig, Layout, Preset, refuse_combinations
-from .layers import BlockLayer, BufferedLayer, ContiguousLayer, SlidingLayer, convert
+from .blocks.budget import Lease
+from .config import CacheOptions, KVQuantizationConfig, Layout, OffloadConfig, Preset, refuse_combinations
+from .layers import BlockLayer, BufferedLayer, ContiguousLayer, OffloadedLayer, SlidingLayer, convert
 from .layers.base import check_ceiling
 from .layers.blocks import PROMPT_BLOCKS
 from .layers.static import StaticRoom, prepare_static
@@ -65,6 +68,10 @@ class MemOSCache(DynamicCache):  # type: ignore[misc]
         Layers keep older tokens in sealed blocks, encoded once, that attention reads in place. Sliding windows do if
         they are longer than the residual window and a block, 256 tokens by default; shorter ones, in which nothing
         would ever be sealed, stay in full precision.
+    offload : OffloadConfig, optional
+        Keep blocks, encoded or not, within a budget of the device, and the others in host memory and on disk.
+        Attention is exact, and reads what is not on the device through staging buffers; with `active_blocks` it reads
+        the blocks that matter most.
     block_size : int
         Tokens in a sealed block, a power of two of at least 8.
     fused_attention : bool
@@ -97,6 +104,7 @@ class MemOSCache(DynamicCache):  # type: ignore[misc]
         growth_factor: float = 1.5,
         layout: Layout = "head_major",
         quantization: KVQuantizationConfig | Preset | None = None,
+        offload: OffloadConfig | None = None,
         block_size: int = 128,
         fused_attention: bool = False,
         static: bool = False,
@@ -108,12 +116,15 @@ class MemOSCache(DynamicCache):  # type: ignore[misc]
             growth_factor=growth_factor,
             layout=layout,
             quantization=KVQuantizationConfig.of(quantization) if quantization is not None else None,
+            offload=offload,
             block_size=block_size,
             fused_attention=fused_attention,
             static=static,
             attention=_attention_of(config) if config is not None else None,
         )
         _check_use(self.options, config, data, offloading)
+        if offload is not None:
+            self.options = replace(self.options, lease=offload.lease())
         layers = _layers_for(config, self.options) if config is not None else []
         # The parent's constructor with a list of layers, which is what `DynamicCache` itself ends in.
         super(DynamicCache, self).__init__(
@@ -123,6 +134,8 @@ class MemOSCache(DynamicCache):  # type: ignore[misc]
             # Only says that layers are added as they are updated: `update` does so itself, as it knows their index.
             self.layer_class_to_replicate = ContiguousLayer
         self._updated_last: int | None = None
+        self._step: list[tuple[int, int]] = []  # of the layers that have its tokens: index and how many they are
+        self._torn: BaseException | None = None  # why layers differ in length
         self._shares_layers = config is not None and _shares_layers(config)
         self._static_room = StaticRoom(max_cache_len) if static and max_cache_len is not None else None
         for layer_idx, states in enumerate(data or ()):
@@ -202,6 +215,10 @@ class MemOSCache(DynamicCache):  # type: ignore[misc]
         """
         if self.options.quantization is not None:
             raise ValueError(f"quantize: the cache is quantized already, by {self.options.quantization}")
+        if self.options.offload is not None:
+            raise ValueError(
+                "quantize: blocks of an offloaded cache do not change; give it quantization= when it is made"
+            )
         options = replace(self.options, quantization=KVQuantizationConfig.of(quantization))
         refuse_combinations(quantization=True, offloading=self.offloading)
         kinds = ContiguousLayer, SlidingLayer
@@ -218,7 +235,8 @@ class MemOSCache(DynamicCache):  # type: ignore[misc]
         if self.options.static:
             raise ValueError("to_dynamic: a static cache cannot be converted")
         result = DynamicCache()
-        result.layers = [convert.to_dynamic(layer) for layer in self.layers]
+        with self._exclusive():
+            result.layers = [convert.to_dynamic(layer) for layer in self.layers]
         if self.layer_class_to_replicate is None:
             result.layer_class_to_replicate = None
         return result
@@ -239,16 +257,96 @@ class MemOSCache(DynamicCache):  # type: ignore[misc]
         while self.layer_class_to_replicate is not None and len(self.layers) <= layer_idx:
             self.layers.append(convert.full_attention_layer(self.options, len(self.layers)))
         self._check_room(key_states.shape[-2], layer_idx)
+        with self._exclusive():
+            if self.options.lease is None:
+                return self._update(key_states, value_states, layer_idx, *args, **kwargs)
+            return self._update_offloaded(self.options.lease, key_states, value_states, layer_idx, *args, **kwargs)
+
+    def _update(
+        self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args: Any, **kwargs: Any
+    ) -> tuple[Tensor, Tensor]:
         if self.options.static:
             prepare_static(self.layers[layer_idx], key_states, value_states)
-        elif self.options.quantization is not None:
+        elif self.options.has_blocks:
             self._seal_prompt(key_states, value_states, layer_idx)
             if key_states.is_cuda:
                 self._encode_ahead(layer_idx + 1)
         states: tuple[Tensor, Tensor] = super().update(key_states, value_states, layer_idx, *args, **kwargs)
-        if self.options.quantization is not None:
+        if self.options.has_blocks:
             self._updated_last = layer_idx
         return states
+
+    def _update_offloaded(
+        self, lease: Lease, key_states: Tensor, value_states: Tensor, layer_idx: int, *args: Any, **kwargs: Any
+    ) -> tuple[Tensor, Tensor]:
+        """Store K and V of a layer, or, if blocks cannot be written below, nothing of this step in any layer."""
+        tokens = key_states.shape[-2]
+        if self._updated_last is None or layer_idx <= self._updated_last:
+            self._step = []
+            lease.undo_step = WeakMethod(self._undo_step)
+            lease.begin_step(layer.blocks_due(tokens) for layer in self.layers if isinstance(layer, OffloadedLayer))
+        try:
+            states = self._update(key_states, value_states, layer_idx, *args, **kwargs)
+        except OSError as error:
+            self._undo_step(error)
+            raise
+        self._step.append((layer_idx, tokens))
+        return states
+
+    def _undo_step(self, error: BaseException) -> None:
+        """Take the tokens of a step that cannot be finished out of the layers that have them.
+
+        Where one cannot give them back, the layers differ from then on, and the cache is of no use until it is reset.
+        """
+        step, self._step = [(adapted(self.layers[layer_idx]), tokens) for layer_idx, tokens in self._step], []
+        try:
+            for layer, tokens in step:
+                layer.check_crop(-tokens)
+        except RuntimeError:
+            self._torn = error
+        if self._has_recurrent_states():
+            self._torn = error
+        if self._torn is None:
+            for layer, tokens in step:
+                layer.crop(-tokens)
+
+    @contextmanager
+    def _exclusive(self) -> Iterator[None]:
+        """While layers are read or changed: an offloaded cache does not move out. A torn one is refused."""
+        if self._torn is not None:
+            raise RuntimeError(
+                f"the cache is torn: a step failed when some layers had its tokens ({self._torn}); reset it"
+            ) from self._torn
+        if self.options.lease is None:
+            yield
+        else:
+            with self.options.lease.lock:
+                yield
+
+    def offload_all(self) -> None:
+        """Move everything off the device: blocks and open tails of an offloaded cache. It comes back when it is used.
+
+        Raises
+        ------
+        ValueError
+            If the cache was made without `offload`.
+        OSError
+            If it cannot be written; what did not move stays where it is.
+        """
+        with self._exclusive():
+            for layer in self._offloaded_layers("offload_all"):
+                layer.move_out()
+
+    def prefetch_all(self) -> None:
+        """Bring as much of an offloaded cache back to the device as its budget allows. Raises as `offload_all` does."""
+        with self._exclusive():
+            for layer in self._offloaded_layers("prefetch_all"):
+                layer.come_back()
+
+    def _offloaded_layers(self, method: str) -> list[OffloadedLayer]:
+        if self.options.lease is None:
+            raise ValueError(f"{method}: expected a cache made with offload=OffloadConfig(...)")
+        return [layer for layer in self.layers if isinstance(layer, OffloadedLayer)]
 
     def _seal_prompt(self, key_states: Tensor, value_states: Tensor, layer_idx: int) -> None:
         """Seal what a long prompt left in the layer before: one layer at a time is in full precision."""
@@ -310,8 +408,10 @@ class MemOSCache(DynamicCache):  # type: ignore[misc]
 
     def reset(self) -> None:
         """Forget all tokens; preallocated memory is kept for the next prompt."""
-        for layer in map(adapted, self.layers):
-            layer.reset()
+        self._torn, self._step = None, []
+        with self._exclusive():
+            for layer in map(adapted, self.layers):
+                layer.reset()
 
     def crop(self, tokens_to_remove: int) -> None:
         """Remove the last `-tokens_to_remove` tokens of every layer, or, if one of them cannot, of none.
@@ -325,27 +425,31 @@ class MemOSCache(DynamicCache):  # type: ignore[misc]
             recurrent state.
         """
         layers = [adapted(layer) for layer in self.layers]
-        for layer in layers:
-            layer.check_crop(tokens_to_remove)
-        for layer in layers:
-            layer.crop(tokens_to_remove)
+        with self._exclusive():
+            for layer in layers:
+                layer.check_crop(tokens_to_remove)
+            for layer in layers:
+                layer.crop(tokens_to_remove)
 
     def reorder_cache(self, beam_idx: Tensor) -> None:
         """Make row `i` of the batch what row `beam_idx[i]` was (int64, on any device)."""
-        for layer in map(adapted, self.layers):
-            layer.reorder_cache(beam_idx)
+        with self._exclusive():
+            for layer in map(adapted, self.layers):
+                layer.reorder_cache(beam_idx)
 
     def batch_repeat_interleave(self, repeats: int) -> None:
         """Repeat every row of the batch `repeats` times, copies side by side; recurrent states too."""
         if isinstance(repeats, bool) or not isinstance(repeats, int) or repeats < 1:
             raise ValueError(f"repeats: expected an int of at least 1, got {repeats!r}")
-        for layer in map(adapted, self.layers):
-            layer.batch_repeat_interleave(repeats)
+        with self._exclusive():
+            for layer in map(adapted, self.layers):
+                layer.batch_repeat_interleave(repeats)
 
     def batch_select_indices(self, indices: Tensor) -> None:
         """Keep the rows `indices` (int64, or a boolean mask over the batch, on any device); recurrent states too."""
-        for layer in map(adapted, self.layers):
-            layer.batch_select_indices(indices)
+        with self._exclusive():
+            for layer in map(adapted, self.layers):
+                layer.batch_select_indices(indices)
 
     @property
     def is_compileable(self) -> bool:
@@ -354,7 +458,7 @@ class MemOSCache(DynamicCache):  # type: ignore[misc]
 
     def memory(self) -> MemoryReport:
         """Bytes held, from the storages themselves, by device."""
-        return memory_report(self.layers)
+        return memory_report(self.layers, self.options.lease)
 
     @property
     def stats(self) -> CacheStats:
@@ -442,6 +546,7 @@ def _check_use(options: CacheOptions, config: PretrainedConfig | None, data: Any
     refuse_combinations(
         static=options.static,
         quantization=options.quantization is not None,
+        offload=options.offload is not None,
         offloading=offloading,
         per_layer_data=data is not None,
         flash_attention=config is not None and _asks_for_flash(config),

@@ -3,10 +3,16 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any, Literal, get_args
 
+from .blocks.budget import Lease, MemoryBudget
 from .blocks.codecs import Axis, CodecSpec, Kind, is_power_of_two
+from .blocks.disk import check_folder
+from .blocks.policies import POLICIES, PolicyName
 
 Bits = Literal[8, 4, 2, "fp8", "full"]
 Preset = Literal["int8", "int4", "int2", "fp8"]
@@ -20,7 +26,11 @@ REFUSED_COMBINATIONS = (
     ("static", "layout", "a static cache uses transformers' static layers, which are head-major"),
     ("static", "fused_attention", "a compiled step computes attention itself"),
     ("static", "quantization", "blocks are sealed at shapes that change"),
+    ("static", "offload", "blocks are sealed at shapes that change"),
     ("quantization", "layout", "blocks have a layout of their own"),
+    ("offload", "layout", "blocks have a layout of their own"),
+    ("offload", "fused_attention", "blocks are read by that kernel anyway"),
+    ("offload", "offloading", "one of them moves layers as a whole, the other block by block"),
     ("quantization", "offloading", "a layer of blocks cannot be moved as a whole"),
     ("static", "offloading", "a compiled step cannot move layers between devices"),
     ("static", "per-layer data", "a static cache is filled by the model, not from tensors"),
@@ -134,6 +144,55 @@ class KVQuantizationConfig:
 
 
 @dataclass(frozen=True)
+class OffloadConfig:
+    """Where blocks go that do not find room on the device.
+
+    Parameters
+    ----------
+    max_memory : mapping or MemoryBudget, optional
+        Bytes by device in accelerate's words, such as `{0: "2GiB", "cpu": "8GiB"}`; see :class:`MemoryBudget`. A budget
+        that several caches are given is one that they share.
+    offload_folder : path, optional
+        For a file of each cache that needs one; by default the system's folder for temporary files. It is removed with
+        the cache.
+    policy : {"pin", "lru"}, optional
+        Which blocks stay on the device. By default `"pin"`, with which exact attention finds as large a part of its
+        blocks there as fits; with `active_blocks`, `"lru"`.
+    active_blocks : int, optional
+        Let a call of few queries attend to so many blocks of each row and layer: those with the highest bound of
+        query · key (Quest, arXiv:2406.10774), the row's first one always among them, and the tail. An approximation;
+        `None`: all of them, which is exact.
+
+    Raises
+    ------
+    TypeError, ValueError, OSError
+        Naming the option, what was expected and what came.
+    """
+
+    max_memory: Mapping[int | str, int | str] | MemoryBudget | None = None
+    offload_folder: str | os.PathLike[str] | None = None
+    policy: PolicyName | None = None
+    active_blocks: int | None = None
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.max_memory, MemoryBudget):
+            MemoryBudget(self.max_memory)
+        if self.offload_folder is not None:
+            if not isinstance(self.offload_folder, (str, os.PathLike)):
+                raise TypeError(f"offload_folder: expected a path, got {self.offload_folder!r}")
+            check_folder(Path(self.offload_folder))
+        if self.policy is not None and self.policy not in POLICIES:
+            raise ValueError(f"policy: expected one of {tuple(POLICIES)} or None, got {self.policy!r}")
+        _check_positive_int("active_blocks", self.active_blocks)
+
+    def lease(self) -> Lease:
+        """A part in the budget, for one cache."""
+        budget = self.max_memory if isinstance(self.max_memory, MemoryBudget) else MemoryBudget(self.max_memory)
+        policy: PolicyName = "pin" if self.active_blocks is None else "lru"
+        return Lease(budget, self.offload_folder, self.policy or policy, self.active_blocks)
+
+
+@dataclass(frozen=True)
 class CacheOptions:
     """How a :class:`~memos_hf.MemOSCache` stores keys and values.
 
@@ -156,8 +215,12 @@ class CacheOptions:
         On the CPU, compute a single token's `sdpa` attention over contiguous buffers by the compiled kernel too.
     static : bool
         Fixed shapes of `max_cache_len` tokens, for `torch.compile` and CUDA graphs.
+    offload : OffloadConfig, optional
+        Keep blocks, encoded or not, within a budget of the device, and the others in host memory and on disk.
     attention : str, optional
         The model's `attn_implementation`, as its config says; not an argument of the cache.
+    lease : Lease, optional
+        The part of a budget that belongs to the cache; not an argument of the cache.
 
     Raises
     ------
@@ -173,7 +236,9 @@ class CacheOptions:
     quantization: KVQuantizationConfig | None = None
     block_size: int = 128
     fused_attention: bool = False
+    offload: OffloadConfig | None = None
     attention: str | None = None
+    lease: Lease | None = field(default=None, repr=False, compare=False)
 
     def __post_init__(self) -> None:
         _check_positive_int("initial_capacity", self.initial_capacity)
@@ -187,6 +252,8 @@ class CacheOptions:
         for name in ("static", "fused_attention"):
             if not isinstance(getattr(self, name), bool):
                 raise TypeError(f"{name}: expected True or False, got {getattr(self, name)!r}")
+        if self.offload is not None and not isinstance(self.offload, OffloadConfig):
+            raise TypeError(f"offload: expected an OffloadConfig or None, got {self.offload!r}")
         if self.static and self.max_cache_len is None:
             raise ValueError("static=True: expected max_cache_len, the number of tokens to allocate, got None")
         if isinstance(self.block_size, bool) or not isinstance(self.block_size, int):
@@ -198,6 +265,7 @@ class CacheOptions:
             initial_capacity=self.initial_capacity is not None,
             layout=self.layout != "head_major",
             quantization=self.quantization is not None,
+            offload=self.offload is not None,
             fused_attention=self.fused_attention,
         )
         if (
@@ -208,6 +276,17 @@ class CacheOptions:
             raise ValueError(
                 f"max_cache_len: expected at least initial_capacity ({self.initial_capacity}), got {self.max_cache_len}"
             )
+
+    @property
+    def has_blocks(self) -> bool:
+        """Whether tokens are sealed in blocks."""
+        return self.quantization is not None or self.offload is not None
+
+    def encoding(self, layer_idx: int) -> KVQuantizationConfig | None:
+        """How a layer's blocks are encoded; `None` if it has none, but one contiguous buffer."""
+        if self.quantization is None or layer_idx in self.quantization.skip_layers:
+            return UNENCODED if self.offload is not None else None
+        return self.quantization
 
     @property
     def first_capacity(self) -> int:
@@ -253,3 +332,6 @@ PRESETS: dict[str, KVQuantizationConfig] = {
     "int4": KVQuantizationConfig(4, 4, key_axis="channel", group_size=32, value_group_size=None, rotation="hadamard"),
     "int2": KVQuantizationConfig(2, 2, key_axis="channel", group_size=32, rotation="hadamard"),
 }
+
+# Blocks that keep the model's dtype: every token of them is exact, so that no window beside them needs to be.
+UNENCODED = KVQuantizationConfig("full", "full", sink_tokens=0, residual_tokens=0)

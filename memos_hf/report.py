@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from .layers import BlockLayer, BufferedLayer
+from .blocks.budget import Lease
+from .layers import BlockLayer, BufferedLayer, OffloadedLayer
 
 
 @dataclass(frozen=True)
@@ -44,7 +47,8 @@ class MemoryReport:
     ratio : float
         `used_bytes / full_precision_bytes`; 1.0 for an empty cache.
     by_device : dict[str, DeviceMemory]
-        The same by device: `"cpu"`, `"cuda:0"`, …
+        The same by device: `"cpu"`, `"cuda:0"`, …, and `"disk"`. A block that is on a device and below it too counts as
+        used on the device.
     """
 
     used_bytes: int
@@ -84,6 +88,12 @@ class CacheStats:
         Tokens with a NaN or infinity among those encoded, counted for K and for V.
     fused_calls, materialised_calls : int
         Attention calls that read encoded blocks in place, and those for which a layer was decoded.
+    hits, misses : int
+        Of an offloaded cache: blocks read on the device, and from below it.
+    evictions : int
+        Blocks that left the device.
+    bytes_moved : int
+        Bytes of blocks that were written below the device and read from there.
     """
 
     growths: int = 0
@@ -92,36 +102,47 @@ class CacheStats:
     damaged_tokens: int = 0
     fused_calls: int = 0
     materialised_calls: int = 0
+    hits: int = 0
+    misses: int = 0
+    evictions: int = 0
+    bytes_moved: int = 0
 
 
-def memory_report(layers: Sequence[Any]) -> MemoryReport:
-    """Add up what `layers`, of ours or of transformers, hold; a storage that several hold counts once."""
-    used: dict[str, int] = {}
-    allocated: dict[str, int] = {}
-    shared: dict[str, int] = {}
+def memory_report(layers: Sequence[Any], lease: Lease | None = None) -> MemoryReport:
+    """Add up what `layers`, of ours or of transformers, hold; a storage that several hold counts once.
+
+    Of an offloaded cache, staging buffers and its file too.
+    """
+    used: Counter[str] = Counter()
+    allocated: Counter[str] = Counter()
+    shared: Counter[str] = Counter()
     seen: set[tuple[str, int]] = set()
-    for layer in layers:
-        for device, count in _used_bytes(layer):
-            used[device] = used.get(device, 0) + count
-        for tensor in _held_tensors(layer):
-            storage = tensor.untyped_storage()
-            device = str(tensor.device)
-            if (device, storage.data_ptr()) in seen:
-                continue
+    full = 0
+    with lease.lock if lease is not None else nullcontext():
+        for layer in layers:
+            valid = dict(_used_bytes(layer))
+            used.update(valid)
+            full += layer.full_precision_bytes if isinstance(layer, BufferedLayer) else sum(valid.values())
+            is_shared = isinstance(layer, BufferedLayer) and layer.shares_memory
+            for device, count in _storages(_held_tensors(layer), seen):
+                allocated[device] += count
+                shared[device] += count * is_shared
+        if lease is not None:
+            for device, count in _storages(lease.staging_tensors(), seen):
+                allocated[device] += count
+            if lease.file.allocated_bytes:
+                allocated["disk"] = lease.file.allocated_bytes
+    by_device = {device: DeviceMemory(used[device], allocated[device], shared[device]) for device in allocated | used}
+    return MemoryReport(used.total(), allocated.total(), shared.total(), full, by_device)
+
+
+def _storages(tensors: Iterable[Tensor], seen: set[tuple[str, int]]) -> Iterator[tuple[str, int]]:
+    """Device and bytes of each storage behind `tensors` that is not in `seen`, and is from then on."""
+    for tensor in tensors:
+        storage, device = tensor.untyped_storage(), str(tensor.device)
+        if (device, storage.data_ptr()) not in seen:
             seen.add((device, storage.data_ptr()))
-            allocated[device] = allocated.get(device, 0) + storage.nbytes()
-            if isinstance(layer, BufferedLayer) and layer.buffer.shared:
-                shared[device] = shared.get(device, 0) + storage.nbytes()
-    by_device = {
-        device: DeviceMemory(used.get(device, 0), allocated[device], shared.get(device, 0)) for device in allocated
-    }
-    full = sum(
-        layer.full_precision_bytes
-        if isinstance(layer, BufferedLayer)
-        else sum(count for _, count in _used_bytes(layer))
-        for layer in layers
-    )
-    return MemoryReport(sum(used.values()), sum(allocated.values()), sum(shared.values()), full, by_device)
+            yield device, storage.nbytes()
 
 
 def cache_stats(layers: Iterable[Any]) -> CacheStats:
@@ -132,6 +153,8 @@ def cache_stats(layers: Iterable[Any]) -> CacheStats:
             device = str(layer.device)
             by_device[device] = max(by_device.get(device, 0), layer.growths)
     blocks = [layer for layer in layers if isinstance(layer, BlockLayer)]
+    tiers = [layer.tier_counts() for layer in blocks if isinstance(layer, OffloadedLayer)]
+    hits, misses, evictions, bytes_moved = (sum(counts) for counts in zip(*tiers, strict=True)) if tiers else (0,) * 4
     return CacheStats(
         growths=max(by_device.values(), default=0),
         growths_by_device=by_device,
@@ -139,6 +162,10 @@ def cache_stats(layers: Iterable[Any]) -> CacheStats:
         damaged_tokens=sum(layer.damaged_tokens for layer in blocks),
         fused_calls=sum(getattr(layer, "fused_calls", 0) for layer in layers),
         materialised_calls=sum(layer.materialised_calls for layer in blocks),
+        hits=hits,
+        misses=misses,
+        evictions=evictions,
+        bytes_moved=bytes_moved,
     )
 
 
@@ -153,8 +180,7 @@ def format_bytes(count: float) -> str:
 
 def _used_bytes(layer: Any) -> Iterator[tuple[str, int]]:
     if isinstance(layer, BufferedLayer):
-        if layer.is_initialized:
-            yield str(layer.buffer.tensors[0].device), layer.used_bytes
+        yield from layer.used_by_tier().items()
         return
     tensors: Iterable[Tensor] = _held_tensors(layer)
     length = getattr(layer, "cumulative_length", None)

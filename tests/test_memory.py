@@ -204,7 +204,10 @@ def test_twenty_rounds_of_generation_leave_no_bytes_behind(storage):
 
     def live_bytes() -> int:
         gc.collect()
-        return sum(item.untyped_storage().nbytes() for item in gc.get_objects() if type(item) is torch.Tensor)
+        found = (item for item in gc.get_objects() if type(item) is torch.Tensor)
+        # Those of vmap, of which flex attention leaves some behind, have no storage.
+        plain = (item for item in found if not torch._C._functorch.is_functorch_wrapped_tensor(item))
+        return sum(item.untyped_storage().nbytes() for item in plain)
 
     generate(model, ids, MemOSCache(model.config, **storage))
     before = live_bytes()

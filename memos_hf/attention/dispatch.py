@@ -41,20 +41,25 @@ def attend_in_place(
         See :func:`memos_hf.attention.reference.decode_attention`.
     """
     batch, heads, queries, head_dim = query.shape
-    if queries > MOST_QUERIES or (causal and queries > 1):
+    if queries > MOST_QUERIES or not can_attend(query, tail, mask, causal, head_sinks):
         return None
-    if torch.is_grad_enabled() and any(
-        states is not None and states.requires_grad for states in (query, tail.keys, tail.values, head_sinks)
-    ):
-        return None  # the kernels compute no gradients
     scale = head_dim**-0.5 if scale is None else scale
     if mask is None:
         # The kernels take a missing mask as causal at the end, which one query a head makes the same.
         query = query.reshape(batch, heads * queries, 1, head_dim)
         head_sinks = None if head_sinks is None else head_sinks.repeat_interleave(queries)
-    elif mask.ndim != 4 or mask.requires_grad:
-        return None
     else:
         mask = mask.expand(-1, -1, queries, tokens)
     output = decode_attention(query, tail, sealed, sinks, mask, scale, softcap, head_sinks)
     return output.view(batch, heads, queries, -1)
+
+
+def can_attend(query: Tensor, tail: Exact, mask: Tensor | None, causal: bool, head_sinks: Tensor | None) -> bool:
+    """Whether our kernels give what is asked for, apart from how fast; arguments as for :func:`attend_in_place`."""
+    if causal and query.shape[2] > 1:
+        return False  # causal from the first token on, which is not how cached tokens are seen
+    if mask is not None and (mask.ndim != 4 or mask.requires_grad):
+        return False
+    states = query, tail.keys, tail.values, head_sinks
+    # The kernels compute no gradients.
+    return not torch.is_grad_enabled() or not any(state is not None and state.requires_grad for state in states)

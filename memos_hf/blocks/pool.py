@@ -50,8 +50,8 @@ class BlockPool:
         self.capacity = 0
         self._references: list[int] = []
         self._free: list[int] = []
-        self.keys = _arenas(key_codec, heads, device)
-        self.values = _arenas(value_codec, heads, device)
+        self.keys = empty_arenas(key_codec, heads, device)
+        self.values = empty_arenas(value_codec, heads, device)
         self._grow_to(first_capacity)
 
     @property
@@ -90,7 +90,7 @@ class BlockPool:
         index = torch.tensor(slots, dtype=torch.int64, device=self.keys["codes"].device)
         for arenas, encoded in ((self.keys, keys), (self.values, values)):
             for name, arena in arenas.items():
-                _as_bytes(arena).index_copy_(0, index, _as_bytes(encoded[name]))
+                as_bytes(arena).index_copy_(0, index, as_bytes(encoded[name]))
         del self._free[:count]
         for slot in slots:
             assert self._references[slot] == 0, (slot, self._references[slot])
@@ -101,7 +101,7 @@ class BlockPool:
         """A copy of the encoded keys or values of `slots`, `[len(slots), …]` each, in that order."""
         arenas = self.keys if role == "key" else self.values
         index = torch.tensor(slots, dtype=torch.int64, device=arenas["codes"].device)
-        return {name: _as_bytes(arena).index_select(0, index).view(arena.dtype) for name, arena in arenas.items()}
+        return {name: as_bytes(arena).index_select(0, index).view(arena.dtype) for name, arena in arenas.items()}
 
     def share(self, slots: Iterable[int]) -> None:
         """Hold each of `slots` once more."""
@@ -121,14 +121,15 @@ class BlockPool:
         """Allocate all new arenas before any old one is let go."""
         if self.capacity:
             self.growths += 1
-        keys, values = _enlarged(self.keys, capacity), _enlarged(self.values, capacity)
+        keys, values = enlarged(self.keys, capacity), enlarged(self.values, capacity)
         self.keys, self.values = keys, values
         self._free.extend(range(self.capacity, capacity))
         self._references.extend([0] * (capacity - self.capacity))
         self.capacity = capacity
 
 
-def _arenas(codec: BlockCodec, heads: int, device: torch.device) -> dict[str, Tensor]:
+def empty_arenas(codec: BlockCodec, heads: int, device: torch.device) -> dict[str, Tensor]:
+    """Arenas without slots for what `codec` stores of one block."""
     with torch.inference_mode(False):
         return {
             name: torch.empty((0, *shape), dtype=dtype, device=device)
@@ -136,12 +137,13 @@ def _arenas(codec: BlockCodec, heads: int, device: torch.device) -> dict[str, Te
         }
 
 
-def _as_bytes(tensor: Tensor) -> Tensor:
+def as_bytes(tensor: Tensor) -> Tensor:
     """`tensor`, or, as torch has no index operations for them, the bytes of 8-bit floats."""
     return tensor.view(torch.uint8) if tensor.dtype == torch.float8_e4m3fn else tensor
 
 
-def _enlarged(arenas: dict[str, Tensor], capacity: int) -> dict[str, Tensor]:
+def enlarged(arenas: dict[str, Tensor], capacity: int) -> dict[str, Tensor]:
+    """New arenas of `capacity` slots, with what is in `arenas` in the first ones."""
     enlarged = {}
     with torch.inference_mode(False):
         for name, arena in arenas.items():

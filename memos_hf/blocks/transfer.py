@@ -27,7 +27,7 @@ class Aside:
         if device.type != "cuda":
             self._tensors = work()
             return
-        side = _side_stream(device)
+        side = side_stream(device)
         side.wait_stream(torch.cuda.current_stream(device))
         with torch.cuda.stream(side):
             self._tensors = work()
@@ -45,5 +45,6 @@ class Aside:
 
 
 @lru_cache(maxsize=16)
-def _side_stream(device: torch.device) -> torch.cuda.Stream:
+def side_stream(device: torch.device) -> torch.cuda.Stream:
+    """The stream of a CUDA device on which copies and encodings run beside the computation."""
     return torch.cuda.Stream(device)  # type: ignore[no-untyped-call]

@@ -188,6 +188,15 @@ class BufferedLayer(CacheLayerMixin):  # type: ignore[misc]
         """Bytes of what is valid."""
         return self.buffer.valid_bytes if self.is_initialized else 0
 
+    def used_by_tier(self) -> dict[str, int]:
+        """Bytes of what is valid by where it is: a device or, of what is offloaded, `"cpu"` or `"disk"`."""
+        return {str(self.buffer.tensors[0].device): self.used_bytes} if self.is_initialized else {}
+
+    @property
+    def shares_memory(self) -> bool:
+        """Whether others may hold the layer's tensors too."""
+        return self.buffer.shared
+
     @property
     def full_precision_bytes(self) -> int:
         """Bytes that the same tokens take without encoding."""

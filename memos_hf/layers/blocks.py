@@ -18,6 +18,7 @@ from ..attention.lazy import ReplacedError, Role, stand_in
 from ..attention.reference import Exact, Sealed, Sinks
 from ..blocks.codecs import BlockCodec
 from ..blocks.pool import BlockPool
+from ..blocks.tiers import TieredPool
 from ..blocks.transfer import Aside, Encoded
 from ..config import CacheOptions, KVQuantizationConfig
 from .base import BufferedLayer, removed_tokens
@@ -64,17 +65,20 @@ class BlockLayer(BufferedLayer):
         self._damaged: int | Tensor = 0
         self._past_growths = 0  # of arenas that were made for other shapes
         self._ahead: tuple[tuple[int, int, int], Aside] | None = None
-        self._pool: BlockPool | None = None
+        self._pool: BlockPool | TieredPool | None = None
         self._table: list[list[int]] = []
         self._forget_blocks()
 
     def _forget_blocks(self) -> None:
-        self._table = []  # of each row, the slots of its entries
+        self._table = []  # of each row, what the pool calls the blocks of its entries
         self._entry_tokens: list[int] = []  # of each entry, its valid tokens
         self.sealed_tokens = 0  # their sum: tokens of each row that are in sealed blocks
         self._sinks: Sinks | None = None
         self._first_real: Tensor | None = None  # of each row, its first token that is not padding, or UNKNOWN
         self._padding_noted = self.sink_tokens == 0  # whether that is known of every row, or not needed
+        self._table_changed()
+
+    def _table_changed(self) -> None:
         self._read_with: Sealed | None = None  # table and starts on the device, made when needed
 
     @property
@@ -120,7 +124,7 @@ class BlockLayer(BufferedLayer):
         super()._take_geometry(key_states, value_states)
         self._forget_blocks()
 
-    def _slots(self) -> BlockPool:
+    def _slots(self) -> BlockPool | TieredPool:
         """The pool, made for the shapes of the tail where there is none."""
         if self._pool is None:
             keys, values = self.buffer.tensors
@@ -198,7 +202,7 @@ class BlockLayer(BufferedLayer):
         ]
         self._entry_tokens += [self.block_size] * count
         self.sealed_tokens += tokens
-        self._read_with = None
+        self._table_changed()
         self.seals += len(slots)
         self._damaged = self._damaged + damaged["tokens"]
         self.buffer.keep_last(self.buffer.length - tokens)
@@ -307,6 +311,9 @@ class BlockLayer(BufferedLayer):
             self.fused_calls += 1
         return output
 
+    def reading_failed(self, error: BaseException) -> None:
+        """Attention could not read what it needs; called before the error goes on."""
+
     def held_tensors(self) -> list[Tensor]:
         """Every tensor that the layer holds."""
         tensors = list(super().held_tensors())
@@ -337,9 +344,8 @@ class BlockLayer(BufferedLayer):
         """Bytes that the same tokens take without encoding."""
         if not self.is_initialized:
             return 0
-        return sum(
-            tensor[:, :, :1].numel() * tensor.element_size() * self.held_tokens for tensor in self.buffer.tensors
-        )
+        per_token = (batch * heads * head_dim * dtype.itemsize for batch, heads, head_dim, dtype, _ in self._signatures)
+        return self.held_tokens * int(sum(per_token))
 
     def _codecs(self, key_states: Tensor, value_states: Tensor) -> tuple[BlockCodec, BlockCodec]:
         """The codecs for K and V like these; raises if they cannot be encoded as asked."""
@@ -449,7 +455,7 @@ class BlockLayer(BufferedLayer):
         self.sealed_tokens = sum(tokens)
         if not tokens:
             self._sinks = None
-        self._read_with = None
+        self._table_changed()
 
     def _release_rows(self, rows: list[list[int]]) -> None:
         if self._pool is not None:
@@ -460,7 +466,8 @@ class BlockLayer(BufferedLayer):
         memo[id(self)] = twin
         for name in ("buffer", "_pool", "_table", "_entry_tokens", "_sinks", "_first_real"):
             setattr(twin, name, copy.deepcopy(getattr(self, name), memo))
-        twin._read_with = twin._ahead = None
+        twin._ahead = None
+        twin._table_changed()
         return twin
 
     def _take_rows(self, index: Tensor) -> None:
@@ -474,7 +481,7 @@ class BlockLayer(BufferedLayer):
             self._pool.share([slot for row in taken for slot in row])
             self._release_rows(self._table)
             self._table = taken
-            self._read_with = None
+            self._table_changed()
         if self._sinks is not None:
             sinks = self._sinks
             with torch.inference_mode(False):
@@ -501,7 +508,11 @@ class _Reading:
     @torch.compiler.disable  # type: ignore[untyped-decorator]
     def decode(self, role: Role) -> Tensor:
         self._check()
-        states = self.layer.decode(role, self.tokens)
+        try:
+            states = self.layer.decode(role, self.tokens)
+        except Exception as error:
+            self.layer.reading_failed(error)
+            raise
         if role == "key" and self.layer.sealed_tokens:
             self.layer.materialised_calls += 1
             if self.new_tokens == 1 and not torch.compiler.is_compiling():
@@ -519,7 +530,11 @@ class _Reading:
         head_sinks: Tensor | None = None,
     ) -> Tensor | None:
         self._check()
-        return self.layer.attend(query, mask, causal, scale, softcap, head_sinks, self.tokens)
+        try:
+            return self.layer.attend(query, mask, causal, scale, softcap, head_sinks, self.tokens)
+        except Exception as error:
+            self.layer.reading_failed(error)
+            raise
 
     def _check(self) -> None:
         if self.version != self.layer.version:

@@ -12,6 +12,7 @@ from ..config import CacheOptions
 from .base import BufferedLayer
 from .blocks import BlockLayer
 from .contiguous import ContiguousLayer
+from .offloaded import OffloadedLayer, OffloadedSlidingLayer
 from .sliding import SlidingLayer, WindowedLayer
 from .sliding_blocks import SlidingBlockLayer
 
@@ -26,21 +27,20 @@ def replacement_for(layer_class: type, options: CacheOptions, layer_idx: int, la
 
 
 def full_attention_layer(options: CacheOptions, layer_idx: int) -> ContiguousLayer | BlockLayer:
-    """One contiguous buffer, or sealed blocks where quantization asks for them."""
-    quantization = options.quantization
-    if quantization is None or layer_idx in quantization.skip_layers:
+    """One contiguous buffer, or sealed blocks where quantization or offload asks for them."""
+    encoding = options.encoding(layer_idx)
+    if encoding is None:
         return ContiguousLayer(options)
-    return BlockLayer(options, quantization)
+    return BlockLayer(options, encoding) if options.lease is None else OffloadedLayer(options, encoding)
 
 
 def sliding_layer(options: CacheOptions, layer_idx: int, sliding_window: int) -> SlidingLayer | SlidingBlockLayer:
-    """One buffer, or sealed blocks where quantization asks for them and the window is long enough to hold any."""
-    quantization = options.quantization
-    if quantization is None or layer_idx in quantization.skip_layers:
+    """One buffer, or sealed blocks where they are asked for and the window is long enough to hold any."""
+    encoding = options.encoding(layer_idx)
+    if encoding is None or not SlidingBlockLayer.seals_any(options, encoding, sliding_window):
         return SlidingLayer(options, sliding_window)
-    if not SlidingBlockLayer.seals_any(options, quantization, sliding_window):
-        return SlidingLayer(options, sliding_window)
-    return SlidingBlockLayer(options, quantization, sliding_window)
+    kind = SlidingBlockLayer if options.lease is None else OffloadedSlidingLayer
+    return kind(options, encoding, sliding_window)
 
 
 def from_dynamic(layer: Any, options: CacheOptions, layer_idx: int) -> Any:

@@ -1,0 +1,419 @@
+"""The sealed blocks of one layer on three tiers: slots on the device, host memory beside an accelerator, and disk.
+
+::
+
+    device   [ 0 | 4 | 7 | 1 | ... ]        arenas that grow to the layer's part of a budget; kernels read them in place
+    host            [ 2 | 3 | ... ]         page-locked, beside an accelerator only
+    disk                    [ 5 | 6 | ... ] the cache's file
+
+A block is written below at most once, as it never changes. So one that was there before leaves the device for free.
+"""
+
+from __future__ import annotations
+
+import copy
+import logging
+import math
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from .budget import STEPS_AT_WORK, Lease, next_block
+from .codecs import BlockCodec, Role
+from .disk import BlockFile
+from .host import HostBlocks
+from .policies import POLICIES
+from .pool import as_bytes, empty_arenas, enlarged
+from .staging import Buffer, Place, Staging
+
+logger = logging.getLogger(__name__)
+
+HOST = torch.device("cpu")
+
+
+@dataclass
+class _Block:
+    references: int = 1
+    slot: int | None = None  # on the device
+    place: Place | None = None  # below it
+
+
+class TieredPool:
+    """Blocks by number, each on the device, below it, or both. Has what a :class:`~memos_hf.blocks.pool.BlockPool` has.
+
+    All of it is called with the lease's lock held.
+
+    Parameters
+    ----------
+    key_codec, value_codec : BlockCodec
+    heads : int
+        Key-value heads; a block holds all of them.
+    device : torch.device
+    growth_factor : float
+        By which the arenas grow, up to the layer's part of the budget.
+    lease : Lease
+
+    Attributes
+    ----------
+    reserved_bytes : int
+        What of the layer's part of the budget other things take.
+    version : int
+        Changes whenever a block comes to the device or leaves it.
+    hits, misses, evictions, bytes_moved : int
+        Blocks read on the device, and from below; blocks that gave way; bytes written below and read back.
+    """
+
+    def __init__(
+        self,
+        key_codec: BlockCodec,
+        value_codec: BlockCodec,
+        heads: int,
+        device: torch.device,
+        growth_factor: float,
+        lease: Lease,
+    ) -> None:
+        self.key_codec, self.value_codec, self.heads, self.device = key_codec, value_codec, heads, device
+        self.growth_factor, self.lease = growth_factor, lease
+        self.policy = POLICIES[lease.policy]()
+        self.growths = self.version = self.hits = self.misses = self.evictions = self.bytes_moved = 0
+        self.reserved_bytes = 0
+        self._blocks: dict[int, _Block] = {}
+        self._host: HostBlocks | None = None
+        self._ask_again_at = 0
+        self._forget_arenas()
+        if device.type != "cpu":
+            self._host = HostBlocks(self.tensors, pinned=device.type == "cuda")
+
+    def _forget_arenas(self) -> None:
+        self.keys = empty_arenas(self.key_codec, self.heads, self.device)
+        self.values = empty_arenas(self.value_codec, self.heads, self.device)
+        self.capacity = 0
+        self._free: list[int] = []
+
+    @property
+    def used(self) -> int:
+        """Blocks that somebody holds, wherever they are."""
+        return len(self._blocks)
+
+    @property
+    def on_device(self) -> int:
+        """Blocks that are in the arenas."""
+        return self.capacity - len(self._free)
+
+    @property
+    def tensors(self) -> list[Tensor]:
+        """All arenas, on the device."""
+        return [*self.keys.values(), *self.values.values()]
+
+    @property
+    def bytes_per_slot(self) -> int:
+        """Bytes of one block."""
+        return self.key_codec.bytes_per_block(self.heads) + self.value_codec.bytes_per_block(self.heads)
+
+    def below(self) -> dict[str, int]:
+        """Bytes of the blocks that are not on the device, by the tier that has them, `"cpu"` or `"disk"`."""
+        found: dict[str, int] = {}
+        for block in self._blocks.values():
+            if block.slot is None and block.place is not None:
+                tier = "disk" if isinstance(block.place[0], BlockFile) else "cpu"
+                found[tier] = found.get(tier, 0) + self.bytes_per_slot
+        return found
+
+    @property
+    def host_tensors(self) -> list[Tensor]:
+        """What is allocated in host memory, beside an accelerator."""
+        return [] if self._host is None else [tensor for slab in self._host.slabs for tensor in slab]
+
+    def references(self, block: int) -> int:
+        """How many table entries hold `block`."""
+        return self._blocks[block].references
+
+    def slot(self, block: int) -> int | None:
+        """The slot of `block`; `None` if it is not on the device."""
+        return self._blocks[block].slot
+
+    def places(self, blocks: Sequence[int]) -> list[Place]:
+        """Of blocks that are not on the device, the tier that has each and its place there."""
+        found = [self._blocks[block].place for block in blocks]
+        assert None not in found, blocks
+        return found  # type: ignore[return-value]
+
+    def share(self, blocks: Iterable[int]) -> None:
+        """Hold each of `blocks` once more."""
+        for block in blocks:
+            self._blocks[block].references += 1
+
+    def release(self, blocks: Iterable[int]) -> None:
+        """Hold each of `blocks` once less; one that nobody holds is gone from all tiers."""
+        for number in blocks:
+            block = self._blocks[number]
+            assert block.references > 0, (number, block)
+            block.references -= 1
+            if block.references == 0:
+                if block.slot is not None:
+                    self._leave(number, block)
+                if block.place is not None:
+                    self._release_place(block.place)
+                del self._blocks[number]
+
+    def store(self, keys: dict[str, Tensor], values: dict[str, Tensor], limit: int | None = None) -> list[int]:
+        """Take encoded blocks, `[n, …]` each; those that find no room on the device are written below.
+
+        Returns
+        -------
+        list[int]
+            Their numbers, each held once.
+
+        Raises
+        ------
+        OSError
+            If they cannot be written; nothing has changed then.
+        """
+        numbers = [next_block() for _ in range(keys["codes"].shape[0])]
+        self._put({number: _Block() for number in numbers}, keys, values)
+        return numbers
+
+    def _put(self, blocks: dict[int, _Block], keys: dict[str, Tensor], values: dict[str, Tensor]) -> None:
+        numbers = list(blocks)
+        room = self._make_room(len(numbers))
+        victims = self.policy.victims(len(numbers) - room, ())
+        staying = min(room + len(victims), len(numbers))
+        first = len(numbers) - staying if self.policy.takes_newest else 0
+        stays = range(first, first + staying)
+        encoded = [*keys.values(), *values.values()]
+        outside = [index for index in range(len(numbers)) if index not in stays]
+        self._write_out({victim: self._in_slot(victim) for victim in victims})
+        written = self._written([[tensor[index] for tensor in encoded] for index in outside])
+        self._evict(victims)
+        self._blocks.update(blocks)
+        for index, place in zip(outside, written, strict=True):
+            blocks[numbers[index]].place = place
+        self._enter(numbers[first : first + staying], [tensor[first : first + staying] for tensor in encoded])
+
+    def admit(self, blocks: Sequence[int], buffer: Buffer) -> None:
+        """Keep on the device what was staged in `buffer`, as far as there is room or others give way."""
+        if self.lease.policy == "pin" and not self._may_grow() and not self._free:
+            return
+        rows = [row for row, block in enumerate(blocks) if self._blocks[block].slot is None]
+        room = self._make_room(len(rows))
+        victims = self.policy.victims(len(rows) - room, blocks)
+        try:
+            self._write_out({victim: self._in_slot(victim) for victim in victims})
+        except OSError as error:
+            logger.warning("blocks could not be written below and keep their slots: %s", error)
+            victims = []
+        self._evict(victims)
+        rows = rows[: room + len(victims)]
+        if rows:
+            index = torch.tensor(rows, device=self.device)
+            self._enter([blocks[row] for row in rows], [as_bytes(tensor)[index] for tensor in buffer.tensors])
+
+    def gather(self, role: Role, blocks: Sequence[int]) -> dict[str, Tensor]:
+        """A copy of the encoded keys or values of `blocks`, `[len(blocks), …]` each, in that order.
+
+        Raises
+        ------
+        OSError
+            If blocks that are not on the device cannot be read.
+        """
+        arenas = self.keys if role == "key" else self.values
+        found = {
+            name: torch.empty((len(blocks), *arena.shape[1:]), dtype=arena.dtype, device=self.device)
+            for name, arena in arenas.items()
+        }
+        here = [(row, slot) for row, block in enumerate(blocks) if (slot := self._blocks[block].slot) is not None]
+        used = dict.fromkeys(blocks[row] for row, _ in here)
+        if here:
+            rows, slots = torch.tensor(here, device=self.device).unbind(dim=1)
+            for name, arena in arenas.items():
+                as_bytes(found[name])[rows] = as_bytes(arena)[slots]
+        rows_of: dict[int, list[int]] = {}
+        for row, block in enumerate(blocks):
+            if self._blocks[block].slot is None:
+                rows_of.setdefault(block, []).append(row)
+        self.count(list(used), len(rows_of))
+        for chunk in in_chunks(list(rows_of), self.staging.slots):
+            buffer = self.staged(chunk)
+            for slot, block in enumerate(chunk):
+                for name, staged in (buffer.keys if role == "key" else buffer.values).items():
+                    as_bytes(found[name])[rows_of[block]] = as_bytes(staged)[slot]
+            self.staging.give_back(buffer)
+        return found
+
+    @property
+    def staging(self) -> Staging:
+        """Buffers for blocks like these, which all layers of the cache that have such share."""
+        key = (*map(str, (self.key_codec.spec, self.value_codec.spec, self.device)), self.heads, self.bytes_per_slot)
+        if key not in self.lease.shared:
+            codecs, budget = (self.key_codec, self.value_codec), self.lease.budget
+            limit = budget.limit(self.device)
+            self.lease.shared[key] = Staging(codecs, self.heads, self.device, budget.reader, limit)
+        staging: Staging = self.lease.shared[key]
+        return staging
+
+    def staged(self, blocks: tuple[int, ...]) -> Buffer:
+        """A buffer with blocks that are not on the device; see :meth:`Staging.take`."""
+        buffer = self.staging.take(self, blocks)
+        self.bytes_moved += len(blocks) * self.bytes_per_slot
+        return buffer
+
+    def count(self, used: Sequence[int], misses: int) -> None:
+        """Note that blocks are read on the device, and how many from below."""
+        self.hits += len(used)
+        self.misses += misses
+        self.policy.use(used)
+
+    def outside(self, more: int) -> int:
+        """How many blocks may still have to be written below, with so many more."""
+        total = self.used + more
+        if total <= self._quota():
+            return 0
+        staying = self._quota() if self.lease.policy == "pin" else 0  # others give way sooner or later
+        return max(total - staying - sum(block.place is not None for block in self._blocks.values()), 0)
+
+    def move_out(self) -> None:
+        """Leave the device with all blocks, and free the arenas. An `OSError` leaves everything as it was."""
+        here = [number for number, block in self._blocks.items() if block.slot is not None]
+        self._write_out({number: self._in_slot(number) for number in here})
+        self._evict(here)
+        self._forget_arenas()
+        self._ask_again_at = 0
+
+    def come_back(self) -> None:
+        """Bring blocks back to the device, as far as there is room."""
+        missing = [number for number, block in self._blocks.items() if block.slot is None]
+        for chunk in in_chunks(missing[: self._make_room(len(missing))], self.staging.slots):
+            buffer = self.staged(chunk)
+            self.admit(chunk, buffer)
+            self.staging.give_back(buffer)
+
+    def check_budget(self) -> None:
+        """Raise a `ValueError` if the budget of the device is below one block."""
+        limit = self.lease.budget.limit(self.device)
+        if limit < self.bytes_per_slot:
+            raise ValueError(
+                f"max_memory: expected at least {self.bytes_per_slot} bytes for {self.device}, one block of "
+                f"{self.key_codec.block_size} tokens, got {limit}"
+            )
+
+    def _quota(self) -> int:
+        """Slots that the layer may have."""
+        return max(self.lease.share(self.device) - self.reserved_bytes, 0) // self.bytes_per_slot
+
+    def _may_grow(self) -> bool:
+        return self.lease.budget.clock >= self._ask_again_at and self.capacity < self._quota()
+
+    def _make_room(self, count: int) -> int:
+        """How many of `count` blocks there are slots for, after the arenas have grown as far as they may."""
+        missing = count - len(self._free)
+        if missing > 0 and self._may_grow():
+            wanted = max(math.ceil(self.capacity * self.growth_factor), self.capacity + missing)
+            capacity = min(wanted, self._quota())
+            more = (capacity - self.capacity) * self.bytes_per_slot
+            if self.lease.budget.has_room(self.lease, self.device, more):
+                self._grow_to(capacity)
+            else:
+                self._ask_again_at = self.lease.budget.clock + STEPS_AT_WORK
+        return min(len(self._free), count)
+
+    def _grow_to(self, capacity: int) -> None:
+        self.growths += self.capacity > 0
+        keys, values = enlarged(self.keys, capacity), enlarged(self.values, capacity)
+        self.keys, self.values = keys, values
+        self._free.extend(range(self.capacity, capacity))
+        self.capacity = capacity
+        self.version += 1  # the arenas are others, though the slots are the same
+
+    def _in_slot(self, number: int) -> list[Tensor]:
+        slot = self._blocks[number].slot
+        assert slot is not None
+        return [arena[slot] for arena in self.tensors]
+
+    def _write_out(self, blocks: dict[int, list[Tensor]]) -> None:
+        """See to it that blocks have a place below. An `OSError` leaves everything as it was."""
+        homeless = [number for number in blocks if self._blocks[number].place is None]
+        for number, place in zip(homeless, self._written([blocks[number] for number in homeless]), strict=True):
+            self._blocks[number].place = place
+
+    def _written(self, blocks: list[list[Tensor]]) -> list[Place]:
+        """Write blocks below; returns where they are. An `OSError` leaves everything as it was."""
+        places = self._reserve(len(blocks))
+        try:
+            for (tier, place), pieces in zip(places, blocks, strict=True):
+                if isinstance(tier, BlockFile):
+                    pieces = [piece.detach().to(HOST).contiguous() for piece in pieces]
+                tier.write(place, pieces)
+        except BaseException:
+            for reserved in places:
+                self._release_place(reserved)
+            raise
+        self.bytes_moved += len(blocks) * self.bytes_per_slot
+        return places
+
+    def _reserve(self, count: int) -> list[Place]:
+        places: list[Place] = []
+        host = self._host
+        if host is not None and count > 0:
+            while host.free < count and self.lease.budget.has_room(self.lease, HOST, host.slab_bytes):
+                host.enlarge()
+            places = [(host, place) for place in host.reserve(min(count, host.free))]
+        if len(places) < count:
+            try:
+                on_disk = self.lease.file.reserve(self.bytes_per_slot, count - len(places))
+            except BaseException:
+                for reserved in places:
+                    self._release_place(reserved)
+                raise
+            places += [(self.lease.file, offset) for offset in on_disk]
+        return places
+
+    def _release_place(self, place: Place) -> None:
+        tier, at = place
+        if isinstance(tier, BlockFile):
+            tier.release(at, self.bytes_per_slot)
+        else:
+            tier.release(at)
+
+    def _enter(self, numbers: Sequence[int], encoded: list[Tensor]) -> None:
+        """Copy blocks to free slots, of which there must be enough."""
+        if not numbers:
+            return
+        slots, self._free = self._free[: len(numbers)], self._free[len(numbers) :]
+        index = torch.tensor(slots, dtype=torch.int64, device=self.device)
+        for arena, tensor in zip(self.tensors, encoded, strict=True):
+            as_bytes(arena).index_copy_(0, index, as_bytes(tensor))
+        for number, slot in zip(numbers, slots, strict=True):
+            self._blocks[number].slot = slot
+            self.policy.add(number)
+        self.version += 1
+
+    def _evict(self, numbers: Sequence[int]) -> None:
+        for number in numbers:
+            self._leave(number, self._blocks[number])
+        self.evictions += len(numbers)
+
+    def _leave(self, number: int, block: _Block) -> None:
+        assert block.slot is not None
+        self._free.append(block.slot)
+        block.slot = None
+        self.policy.discard(number)
+        self.version += 1
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> TieredPool:
+        lease = copy.deepcopy(self.lease, memo)
+        codecs = self.key_codec, self.value_codec
+        twin = TieredPool(*codecs, self.heads, self.device, self.growth_factor, lease)
+        memo[id(self)] = twin
+        with lease.lock:
+            for chunk in in_chunks(list(self._blocks), self.staging.slots):
+                blocks = {number: _Block(self._blocks[number].references) for number in chunk}
+                twin._put(blocks, self.gather("key", chunk), self.gather("value", chunk))
+        return twin
+
+
+def in_chunks(blocks: Sequence[int], size: int) -> list[tuple[int, ...]]:
+    """`blocks` in order, up to `size` at a time."""
+    return [tuple(blocks[first : first + size]) for first in range(0, len(blocks), size)]
