@@ -19,7 +19,7 @@ from transformers import (
     Qwen3NextForCausalLM,
 )
 
-from memos_hf import KVQuantizationConfig
+from memos_hf import KVQuantizationConfig, OffloadConfig
 from memos_hf.config import PRESETS
 
 VERSION = tuple(int(part) for part in transformers.__version__.split(".")[:2])
@@ -45,14 +45,18 @@ SHORT = {
     name: replace(preset, residual_tokens=8, group_size=preset.group_size and 8) for name, preset in PRESETS.items()
 }
 # Options of caches that give what DynamicCache gives; the blocks are sealed as early as can be.
+# Of two layers of `llama()`, one block each beside the tail.
+BYTES_FOR_FEW_BLOCKS = 12_000
 LOSSLESS: dict[str, dict[str, Any]] = {
     "buffers": {},
     "blocks": {
         "quantization": KVQuantizationConfig("full", "full", sink_tokens=2, residual_tokens=0),
         "block_size": 8,
     },
+    "offloaded": {"offload": OffloadConfig({"cpu": BYTES_FOR_FEW_BLOCKS}), "block_size": 8},
 }
 LOSSY: dict[str, dict[str, Any]] = {name: {"quantization": short, "block_size": 8} for name, short in SHORT.items()}
+LOSSY["offloaded int8"] = {**LOSSY["int8"], "offload": OffloadConfig({"cpu": BYTES_FOR_FEW_BLOCKS}, policy="lru")}
 
 
 @functools.cache

@@ -211,8 +211,13 @@ class TieredPool:
             index = torch.tensor(rows, device=self.device)
             self._enter([blocks[row] for row in rows], [as_bytes(tensor)[index] for tensor in buffer.tensors])
 
-    def gather(self, role: Role, blocks: Sequence[int]) -> dict[str, Tensor]:
+    def gather(self, role: Role, blocks: Sequence[int], through: Staging | None = None) -> dict[str, Tensor]:
         """A copy of the encoded keys or values of `blocks`, `[len(blocks), …]` each, in that order.
+
+        Parameters
+        ----------
+        through : Staging, optional
+            Another cache's buffers, for a copy; what is read for others does not count.
 
         Raises
         ------
@@ -234,13 +239,16 @@ class TieredPool:
         for row, block in enumerate(blocks):
             if self._blocks[block].slot is None:
                 rows_of.setdefault(block, []).append(row)
-        self.count(list(used), len(rows_of))
-        for chunk in in_chunks(list(rows_of), self.staging.slots):
-            buffer = self.staged(chunk)
+        if through is None:
+            self.count(list(used), len(rows_of))
+            self.bytes_moved += len(rows_of) * self.bytes_per_slot
+        for chunk in in_chunks(list(rows_of), (through or self.staging).slots if rows_of else 1):
+            staging = through or self.staging
+            buffer = staging.take(self, chunk)
             for slot, block in enumerate(chunk):
                 for name, staged in (buffer.keys if role == "key" else buffer.values).items():
                     as_bytes(found[name])[rows_of[block]] = as_bytes(staged)[slot]
-            self.staging.give_back(buffer)
+            staging.give_back(buffer)
         return found
 
     @property
@@ -408,9 +416,9 @@ class TieredPool:
         twin = TieredPool(*codecs, self.heads, self.device, self.growth_factor, lease)
         memo[id(self)] = twin
         with lease.lock:
-            for chunk in in_chunks(list(self._blocks), self.staging.slots):
+            for chunk in in_chunks(list(self._blocks), twin.staging.slots if self._blocks else 1):
                 blocks = {number: _Block(self._blocks[number].references) for number in chunk}
-                twin._put(blocks, self.gather("key", chunk), self.gather("value", chunk))
+                twin._put(blocks, self.gather("key", chunk, twin.staging), self.gather("value", chunk, twin.staging))
         return twin
 
 
