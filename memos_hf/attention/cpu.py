@@ -61,6 +61,7 @@ def decode_attention(
     scale: float,
     softcap: float,
     head_sinks: Tensor | None,
+    log_sum_exp: Tensor | None = None,
 ) -> Tensor:
     """As :func:`memos_hf.attention.reference.decode_attention`, by the compiled kernel.
 
@@ -92,7 +93,7 @@ def decode_attention(
     fields = [
         *(0, 0, 0, parts, memory, 4 * scratch_size, memory + 4 * threads * scratch_size),
         *(batch, kv_heads, heads // kv_heads, queries, key_dim, value_dim, tile),
-        *(floats.data_ptr(), output.data_ptr()),
+        *(floats.data_ptr(), output.data_ptr(), 0 if log_sum_exp is None else log_sum_exp.data_ptr()),
         *_sealed_fields(sealed),
         *_tail_fields(tail, kept),
         *_sink_fields(sinks if sealed is not None else None),
@@ -100,7 +101,7 @@ def decode_attention(
         *(scale, softcap, *_units(sealed)),
     ]
     kernel.run(fields, threads)
-    return output if query.dtype == torch.float32 else output.to(query.dtype)
+    return output if query.dtype == torch.float32 or log_sum_exp is not None else output.to(query.dtype)
 
 
 def _tile_tokens(head_dim: int, block_size: int) -> int:

@@ -233,7 +233,7 @@ def _attend(
 ) -> Tensor:
     """Choose a kernel and call it."""
     run = _kernel_for(query, tail, sealed)
-    if log_sum_exp is not None:  # the compiled kernels do not write it yet
+    if run is gpu.decode_attention and log_sum_exp is not None:  # which does not write it yet
         run = reference.decode_attention
     written = {} if log_sum_exp is None else {"log_sum_exp": log_sum_exp}
     if not torch.is_autocast_enabled(query.device.type):
