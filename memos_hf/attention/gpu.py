@@ -68,6 +68,7 @@ def decode_attention(
     scale: float,
     softcap: float,
     head_sinks: Tensor | None,
+    log_sum_exp: Tensor | None = None,
 ) -> Tensor:
     """As :func:`memos_hf.attention.reference.decode_attention`, by the compiled kernels.
 
@@ -84,7 +85,9 @@ def decode_attention(
         raise RuntimeError("decode attention on the GPU needs triton 3.6 or newer: pip install 'memos_hf[gpu]'")
     batch, heads, queries, key_dim = query.shape
     pairs, value_dim = batch * tail.keys.shape[1], tail.values.shape[-1]
-    output = query.new_empty((batch, heads, queries, value_dim))
+    output = query.new_empty(
+        (batch, heads, queries, value_dim), dtype=query.dtype if log_sum_exp is None else log_sum_exp.dtype
+    )
     if output.numel() == 0:
         return output
     rows = batch * heads * queries // pairs
@@ -124,6 +127,7 @@ def decode_attention(
         turned = sealed is not None and sealed.value_codec.spec.rotation is not None
         kernels.combine[(batch * heads * queries,)](
             output=output,
+            log_sum_exp=log_sum_exp,
             head_sinks=head_sinks.contiguous() if head_sinks is not None else None,
             rotation=hadamard(value_dim, query.device) if turned else None,
             heads=heads,

@@ -233,13 +233,10 @@ def _attend(
 ) -> Tensor:
     """Choose a kernel and call it."""
     run = _kernel_for(query, tail, sealed)
-    if run is gpu.decode_attention and log_sum_exp is not None:  # which does not write it yet
-        run = reference.decode_attention
-    written = {} if log_sum_exp is None else {"log_sum_exp": log_sum_exp}
     if not torch.is_autocast_enabled(query.device.type):
-        return run(query, tail, sealed, sinks, mask, scale, softcap, head_sinks, **written)
+        return run(query, tail, sealed, sinks, mask, scale, softcap, head_sinks, log_sum_exp)
     with torch.autocast(query.device.type, enabled=False):  # the softmax is accumulated in float32
-        return run(query, tail, sealed, sinks, mask, scale, softcap, head_sinks, **written)
+        return run(query, tail, sealed, sinks, mask, scale, softcap, head_sinks, log_sum_exp)
 
 
 def _kernel_for(query: Tensor, tail: Exact, sealed: Sealed | None) -> Callable[..., Tensor]:
