@@ -89,10 +89,12 @@ def decode_attention(
     memory = _scratch(threads * scratch_size + 2 * parts * state_size)
     floats = query.to(torch.float32).contiguous()
     output = torch.empty((batch, heads, queries, value_dim), dtype=torch.float32)
+    if log_sum_exp is not None and mask is None:
+        queries = 1  # without a mask the kernel is causal at the end, which is no limit to one query of more heads
     kept: list[Tensor] = []  # copies that must live until the kernel returns
     fields = [
         *(0, 0, 0, parts, memory, 4 * scratch_size, memory + 4 * threads * scratch_size),
-        *(batch, kv_heads, heads // kv_heads, queries, key_dim, value_dim, tile),
+        *(batch, kv_heads, rows // queries, queries, key_dim, value_dim, tile),
         *(floats.data_ptr(), output.data_ptr(), 0 if log_sum_exp is None else log_sum_exp.data_ptr()),
         *_sealed_fields(sealed),
         *_tail_fields(tail, kept),

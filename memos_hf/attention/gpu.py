@@ -97,6 +97,8 @@ def decode_attention(
     splits = _splits(query.device, pairs * chunks, plan, sealed, tail)
     partial = value_dim + PARTIAL_EXTRA
     query = query.contiguous()
+    if log_sum_exp is not None and mask is None:
+        queries = 1  # without a mask the kernels are causal at the end, which is no limit to one query of more heads
     shared = {
         "partials": query.new_empty(pairs * splits.total * rows * partial, dtype=torch.float32),
         **{"queries": queries, "rows": rows, "splits": splits.total, "sealed_splits": splits.sealed},
@@ -125,7 +127,7 @@ def decode_attention(
             **shared,
         )
         turned = sealed is not None and sealed.value_codec.spec.rotation is not None
-        kernels.combine[(batch * heads * queries,)](
+        kernels.combine[(pairs * rows,)](
             output=output,
             log_sum_exp=log_sum_exp,
             head_sinks=head_sinks.contiguous() if head_sinks is not None else None,
