@@ -8,7 +8,7 @@ import triton
 from attention_cases import Case
 from triton.backends.compiler import GPUTarget
 
-from memos_hf.attention import gpu, gpu_kernels
+from memos_hf.attention import gpu, gpu_kernels, op
 
 
 class NoDriver:
@@ -53,6 +53,12 @@ def main():
     codecs = ("int4 channel 32 hadamard", "int2 token 32 hadamard")
     gpu.decode_attention(*Case(codecs, block=128, key_dim=64, value_dim=64, batch=1).arguments())
     assert [kernel.variants for kernel in kernels] == [2, 2]
+    # Parts, with a tail or without, need another `combine` and nothing else.
+    op._kernel_for = lambda *arguments: gpu.decode_attention
+    for tail in (None, case.tail):
+        op.partial_attention(case.query, tail, case.sealed, case.sinks, None, 0.25)
+        counts.append([kernel.variants for kernel in kernels])
+    assert counts[-2:] == [[2, 3]] * 2, counts[-2:]
 
 
 if __name__ == "__main__":

@@ -5,11 +5,12 @@ from typing import Any
 
 import pytest
 import torch
-from tiny import LOSSLESS, LOSSY
 
 if not torch.cuda.is_available():
     # Triton reads it when it is first imported, which transformers does. Nothing else here uses Triton without a GPU.
     os.environ.setdefault("TRITON_INTERPRET", "1")
+
+from tiny import LOSSLESS, LOSSY
 
 
 @pytest.fixture(autouse=True, scope="session")

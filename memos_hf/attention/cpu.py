@@ -61,6 +61,7 @@ def decode_attention(
     scale: float,
     softcap: float,
     head_sinks: Tensor | None,
+    log_sum_exp: Tensor | None = None,
 ) -> Tensor:
     """As :func:`memos_hf.attention.reference.decode_attention`, by the compiled kernel.
 
@@ -88,11 +89,13 @@ def decode_attention(
     memory = _scratch(threads * scratch_size + 2 * parts * state_size)
     floats = query.to(torch.float32).contiguous()
     output = torch.empty((batch, heads, queries, value_dim), dtype=torch.float32)
+    if log_sum_exp is not None and mask is None:
+        queries = 1  # without a mask the kernel is causal at the end, which is no limit to one query of more heads
     kept: list[Tensor] = []  # copies that must live until the kernel returns
     fields = [
         *(0, 0, 0, parts, memory, 4 * scratch_size, memory + 4 * threads * scratch_size),
-        *(batch, kv_heads, heads // kv_heads, queries, key_dim, value_dim, tile),
-        *(floats.data_ptr(), output.data_ptr()),
+        *(batch, kv_heads, rows // queries, queries, key_dim, value_dim, tile),
+        *(floats.data_ptr(), output.data_ptr(), 0 if log_sum_exp is None else log_sum_exp.data_ptr()),
         *_sealed_fields(sealed),
         *_tail_fields(tail, kept),
         *_sink_fields(sinks if sealed is not None else None),
@@ -100,7 +103,7 @@ def decode_attention(
         *(scale, softcap, *_units(sealed)),
     ]
     kernel.run(fields, threads)
-    return output if query.dtype == torch.float32 else output.to(query.dtype)
+    return output if query.dtype == torch.float32 or log_sum_exp is not None else output.to(query.dtype)
 
 
 def _tile_tokens(head_dim: int, block_size: int) -> int:

@@ -50,7 +50,7 @@ _EXACT_FIELDS = ("kind", "data", "batch_stride", "head_stride", "token_stride")
 INTEGERS = (
     *("workers", "next_part", "finished_parts", "parts", "scratch", "scratch_size", "partials"),
     *("batch", "kv_heads", "group", "queries", "key_dim", "value_dim", "tile"),
-    *("query", "output"),
+    *("query", "output", "log_sum_exp"),
     *("entries", "block_size", "table", "table_stride", "starts", "starts_stride"),
     *(f"key_{name}" for name in _CODED_FIELDS),
     *(f"value_{name}" for name in _CODED_FIELDS),
@@ -804,14 +804,15 @@ def _skip_sinks(job: Any, row: int, position: int, count: int, scores: int) -> N
 
 @_compiled
 def _sink_tile(job: Any, row: int, head: int, queries: int, scores: int, tile: int, state: int) -> None:
-    """The sink tokens, one at a time: they need not be neighbours."""
+    """The sink tokens of sealed blocks, one at a time: they need not be neighbours."""
     rows, tokens = job.group * job.queries, job.tile
     positions = _int32s(job.sink_positions + 4 * row * job.sinks)
-    sealed = np.int64(_int32s(job.starts + 4 * row * job.starts_stride)[job.entries])
+    starts = _int32s(job.starts + 4 * row * job.starts_stride)
+    first, last = max(np.int64(starts[0]), 0), np.int64(starts[job.entries])
     maxima = state + 4 * rows * job.value_dim
     for sink in range(job.sinks):
         position = np.int64(positions[sink])
-        if position < 0 or position >= sealed:
+        if position < first or position >= last:
             continue
         size = 4 if job.sink_key_kind == FLOAT32 else 2
         place = row * job.sink_key_batch_stride + head * job.sink_key_head_stride + sink * job.sink_key_token_stride
@@ -890,6 +891,8 @@ def _run_steps(job: Any, pair: int, first: int, last: int, scratch: int, state: 
 @_compiled
 def _write_output(job: Any, pair: int, state: int) -> None:
     """Divide by the sums; rows that saw nothing are 0."""
+    if job.log_sum_exp:
+        _write_log_sum_exp(job, pair, state)
     rows = job.group * job.queries
     head = pair % job.kv_heads
     numbers, out = _floats(state), _floats(job.output + 4 * pair * rows * job.value_dim)
@@ -904,6 +907,16 @@ def _write_output(job: Any, pair: int, state: int) -> None:
             factor = share / (total * share + _exp(logit - level))
         for d in range(job.value_dim):
             out[r * job.value_dim + d] = numbers[r * job.value_dim + d] * factor
+
+
+@_compiled
+def _write_log_sum_exp(job: Any, pair: int, state: int) -> None:
+    """Of scores alone, without head sinks; rows that saw nothing are -inf."""
+    rows = job.group * job.queries
+    maxima, out = _floats(state + 4 * rows * job.value_dim), _floats(job.log_sum_exp + 4 * pair * rows)
+    for r in range(rows):
+        total = maxima[rows + r]
+        out[r] = maxima[r] + np.log(total) if total > _ZERO else _LOWEST
 
 
 @_compiled
@@ -924,8 +937,9 @@ def _join(rows: int, dim: int, state: int, other: int) -> None:
 
 @_compiled
 def _steps_of_pair(job: Any) -> Any:
+    """At least one, so that something is written where there are no tokens."""
     sealed = job.entries * (job.block_size // job.tile)
-    return sealed + (1 if job.sinks and job.entries else 0) + (job.tail_tokens + job.tile - 1) // job.tile
+    return max(sealed + (1 if job.sinks and job.entries else 0) + (job.tail_tokens + job.tile - 1) // job.tile, 1)
 
 
 @_compiled

@@ -5,11 +5,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from .op import decode_attention
+from .op import MOST_QUERIES, decode_attention
 from .reference import Exact, Sealed, Sinks
-
-# More queries than these in one call are a prompt: decoding the layer once and the stock kernels are faster then.
-MOST_QUERIES = 32
 
 
 def attend_in_place(

@@ -68,6 +68,7 @@ def decode_attention(
     scale: float,
     softcap: float,
     head_sinks: Tensor | None,
+    log_sum_exp: Tensor | None = None,
 ) -> Tensor:
     """As :func:`memos_hf.attention.reference.decode_attention`, by the compiled kernels.
 
@@ -84,7 +85,9 @@ def decode_attention(
         raise RuntimeError("decode attention on the GPU needs triton 3.6 or newer: pip install 'memos_hf[gpu]'")
     batch, heads, queries, key_dim = query.shape
     pairs, value_dim = batch * tail.keys.shape[1], tail.values.shape[-1]
-    output = query.new_empty((batch, heads, queries, value_dim))
+    output = query.new_empty(
+        (batch, heads, queries, value_dim), dtype=query.dtype if log_sum_exp is None else log_sum_exp.dtype
+    )
     if output.numel() == 0:
         return output
     rows = batch * heads * queries // pairs
@@ -94,6 +97,8 @@ def decode_attention(
     splits = _splits(query.device, pairs * chunks, plan, sealed, tail)
     partial = value_dim + PARTIAL_EXTRA
     query = query.contiguous()
+    if log_sum_exp is not None and mask is None:
+        queries = 1  # without a mask the kernels are causal at the end, which is no limit to one query of more heads
     shared = {
         "partials": query.new_empty(pairs * splits.total * rows * partial, dtype=torch.float32),
         **{"queries": queries, "rows": rows, "splits": splits.total, "sealed_splits": splits.sealed},
@@ -122,8 +127,9 @@ def decode_attention(
             **shared,
         )
         turned = sealed is not None and sealed.value_codec.spec.rotation is not None
-        kernels.combine[(batch * heads * queries,)](
+        kernels.combine[(pairs * rows,)](
             output=output,
+            log_sum_exp=log_sum_exp,
             head_sinks=head_sinks.contiguous() if head_sinks is not None else None,
             rotation=hadamard(value_dim, query.device) if turned else None,
             heads=heads,

@@ -567,7 +567,7 @@ def attend(
         for start in tl.range(0, sinks, SINK_TILE, num_stages=1):
             tokens = start + tl.arange(0, SINK_TILE)
             positions = tl.load(sink_positions + batch_row * SINKS + tokens, mask=tokens < SINKS, other=-1)
-            valid = (positions >= 0) & (positions < sealed_tokens)
+            valid = (positions >= tl.maximum(tl.load(starts), 0)) & (positions < sealed_tokens)
             tile = _exact_keys(sink_keys + pair * (SINKS * KEYS.dim), KEYS.dim, tokens, valid, KEYS)
             scores = _product(exact, tile, None, dtype) * scale
             scores = _allowed(scores, positions, valid, mask_rows, last_seen, softcap, SOFTCAP, MASK)
@@ -624,6 +624,7 @@ def _joined(
 def combine(
     partials: tl.tensor,
     output: tl.tensor,
+    log_sum_exp: tl.tensor,
     head_sinks: tl.tensor,
     rotation: tl.tensor,
     heads: tl.tensor,
@@ -637,7 +638,8 @@ def combine(
 ) -> None:
     """One row of the output out of its partials; 0 if it may attend to nothing.
 
-    `rotation`, `[DIM, DIM]`, turns back what comes of sealed values, where it is not `None`.
+    `rotation`, `[DIM, DIM]`, turns back what comes of sealed values, where it is not `None`. `log_sum_exp`, if there is
+    one, is written to; there are no head sinks then.
     """
     row = tl.program_id(0).to(tl.int64)
     stride = rows.to(tl.int64) * PARTIAL
@@ -656,6 +658,8 @@ def combine(
         finite = tl.where(highest == LOWEST, 0.0, highest)
         total = total * tl.exp(top - finite) + tl.sum(totals * tl.exp(tops - finite), 0)
         top = highest
+    if log_sum_exp is not None:
+        tl.store(log_sum_exp + row, top + tl.log(tl.where(total > 0, total, 1.0)))
     top = tl.where(top == LOWEST, 0.0, top)
 
     channels = tl.arange(0, TILE)

@@ -19,6 +19,9 @@ from ..blocks.codecs import BITS, BlockCodec, CodecSpec, Role
 from . import cpu, gpu, reference
 from .reference import Exact, Sealed, Sinks
 
+# More queries than these in one call are a prompt: decoding tokens once, and then large products, is faster for them.
+MOST_QUERIES = 32
+
 _library = torch.library.Library("memos", "DEF")  # type: ignore[no-untyped-call]
 # What is attended to, and by whom, in tensors and strings.
 _STATES = (
@@ -78,7 +81,8 @@ def partial_attention(
     Parameters
     ----------
     query : Tensor
-        `[batch, heads, queries, head_dim]`, any number of queries.
+        `[batch, heads, queries, head_dim]`. Any number of queries: more than `MOST_QUERIES` are attended to in plain
+        torch, some at a time.
     tail : Exact, optional
         `None` if the part is made of sealed blocks alone.
     sealed : Sealed, optional
@@ -209,15 +213,9 @@ def _run_part(
     softcap: float = 0.0,
 ) -> tuple[Tensor, Tensor]:
     check_shapes(query, tail, sealed, sinks, mask, None, whole=False)
-    batch, heads, queries, head_dim = query.shape
-    log_sum_exp = query.new_empty((batch, heads, queries), dtype=torch.promote_types(query.dtype, torch.float32))
-    written = log_sum_exp
-    if mask is None:
-        # The kernels take a missing mask as causal at the end, where one query a head sees everything.
-        query = query.reshape(batch, heads * queries, 1, head_dim)
-        written = log_sum_exp.view(batch, heads * queries, 1)
-    output = _attend(query, tail, sealed, sinks, mask, scale, softcap, None, written)
-    return output.view(batch, heads, queries, -1), log_sum_exp
+    log_sum_exp = query.new_empty(query.shape[:3], dtype=torch.promote_types(query.dtype, torch.float32))
+    output = _attend(query, tail, sealed, sinks, mask, scale, softcap, None, log_sum_exp)
+    return output, log_sum_exp
 
 
 def _attend(
@@ -232,14 +230,12 @@ def _attend(
     log_sum_exp: Tensor | None,
 ) -> Tensor:
     """Choose a kernel and call it."""
-    run = _kernel_for(query, tail, sealed)
-    if log_sum_exp is not None:  # the compiled kernels do not write it yet
-        run = reference.decode_attention
-    written = {} if log_sum_exp is None else {"log_sum_exp": log_sum_exp}
+    many = log_sum_exp is not None and query.shape[2] > MOST_QUERIES
+    run = reference.decode_attention if many else _kernel_for(query, tail, sealed)
     if not torch.is_autocast_enabled(query.device.type):
-        return run(query, tail, sealed, sinks, mask, scale, softcap, head_sinks, **written)
+        return run(query, tail, sealed, sinks, mask, scale, softcap, head_sinks, log_sum_exp)
     with torch.autocast(query.device.type, enabled=False):  # the softmax is accumulated in float32
-        return run(query, tail, sealed, sinks, mask, scale, softcap, head_sinks, **written)
+        return run(query, tail, sealed, sinks, mask, scale, softcap, head_sinks, log_sum_exp)
 
 
 def _kernel_for(query: Tensor, tail: Exact, sealed: Sealed | None) -> Callable[..., Tensor]:
