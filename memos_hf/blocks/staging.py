@@ -25,8 +25,14 @@ Place = tuple["HostBlocks | BlockFile", int]
 class Buffer:
     """Slots for a few blocks, with the arenas' layout: `keys` and `values` by name, `[slots, …]` each."""
 
-    def __init__(self, codecs: tuple[BlockCodec, BlockCodec], heads: int, slots: int, device: torch.device) -> None:
-        pinned = device.type == "cpu" and torch.cuda.is_available()
+    def __init__(
+        self,
+        codecs: tuple[BlockCodec, BlockCodec],
+        heads: int,
+        slots: int,
+        device: torch.device,
+        pinned: bool = False,
+    ) -> None:
         with torch.inference_mode(False):
             self.keys, self.values = (
                 {
@@ -80,7 +86,7 @@ class Staging:
         self._free = list(self.buffers)
         self._bounce: Buffer | None = None
         if device.type != "cpu":
-            self._bounce = Buffer(codecs, heads, self.slots, torch.device("cpu"))
+            self._bounce = Buffer(codecs, heads, self.slots, torch.device("cpu"), pinned=device.type == "cuda")
         self._coming: dict[tuple[int, ...], tuple[Buffer, Future[torch.cuda.Event | None]]] = {}
 
     @property
@@ -104,6 +110,12 @@ class Staging:
         OSError
             If they could not be read.
         """
+        if (
+            blocks in self._coming
+            and self._coming[blocks][1].done()
+            and self._coming[blocks][1].exception() is not None
+        ):
+            self._drop(blocks)  # whatever stood against reading them ahead may be over
         if blocks not in self._coming:
             if not self._free:  # what was read ahead is not what is needed: the oldest makes room
                 self._drop(next(iter(self._coming)))
