@@ -110,13 +110,8 @@ class Staging:
         OSError
             If they could not be read.
         """
-        if (
-            blocks in self._coming
-            and self._coming[blocks][1].done()
-            and self._coming[blocks][1].exception() is not None
-        ):
-            self._drop(blocks)  # whatever stood against reading them ahead may be over
-        if blocks not in self._coming:
+        was_ahead = blocks in self._coming
+        if not was_ahead:
             if not self._free:  # what was read ahead is not what is needed: the oldest makes room
                 self._drop(next(iter(self._coming)))
             self._start(source, blocks)
@@ -125,6 +120,8 @@ class Staging:
             done = coming.result()
         except BaseException:
             self._free.append(buffer)
+            if was_ahead:  # whatever stood against it then may be over
+                return self.take(source, blocks)
             raise
         if done is not None:
             torch.cuda.current_stream(self.device).wait_event(done)
@@ -135,11 +132,6 @@ class Staging:
         if self.device.type == "cuda":
             buffer.free_since = torch.cuda.current_stream(self.device).record_event()
         self._free.append(buffer)
-
-    def forget(self) -> None:
-        """Wait for what is on its way, and drop it."""
-        for blocks in list(self._coming):
-            self._drop(blocks)
 
     def _drop(self, blocks: tuple[int, ...]) -> None:
         buffer, coming = self._coming.pop(blocks)
