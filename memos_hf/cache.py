@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
@@ -25,7 +26,7 @@ from transformers.utils.generic import is_flash_attention_requested
 
 from .blocks.budget import Lease
 from .config import CacheOptions, KVQuantizationConfig, Layout, OffloadConfig, Preset, refuse_combinations
-from .layers import BlockLayer, BufferedLayer, ContiguousLayer, OffloadedLayer, SlidingLayer, convert
+from .layers import BlockLayer, BufferedLayer, ContiguousLayer, OffloadedLayer, convert
 from .layers.base import check_ceiling
 from .layers.blocks import PROMPT_BLOCKS
 from .layers.static import StaticRoom, prepare_static
@@ -89,6 +90,7 @@ class MemOSCache(DynamicCache):  # type: ignore[misc]
 
     # Makes the layers that are added as they are updated; `None` where the config said which there are.
     layer_class_to_replicate: Any
+    layers: list[Any]
 
     def __init__(
         self,
@@ -134,6 +136,8 @@ class MemOSCache(DynamicCache):  # type: ignore[misc]
             # Only says that layers are added as they are updated: `update` does so itself, as it knows their index.
             self.layer_class_to_replicate = ContiguousLayer
         self._updated_last: int | None = None
+        self._has_blocks = self.options.quantization is not None or offload is not None
+        self._owners = 1  # 0: released
         self._step: list[tuple[int, int]] = []  # of the layers that have its tokens: index and how many they are
         self._torn: BaseException | None = None  # why layers differ in length
         self._shares_layers = config is not None and _shares_layers(config)
@@ -219,14 +223,13 @@ class MemOSCache(DynamicCache):  # type: ignore[misc]
             raise ValueError("quantize: expected a cache that is not offloaded; those are made with quantization=")
         options = replace(self.options, quantization=KVQuantizationConfig.of(quantization))
         refuse_combinations(quantization=True, offloading=self.offloading)
-        kinds = ContiguousLayer, SlidingLayer
-        exact = {index: layer for index, layer in enumerate(self.layers) if isinstance(layer, kinds)}
+        exact = {index: layer for index, layer in enumerate(self.layers) if convert.is_exact(layer)}
         for layer_idx, layer in exact.items():
             convert.check_quantizable(layer, options, layer_idx)
         for layer_idx, layer in exact.items():
             self.layers[layer_idx] = convert.from_dynamic(layer, options, layer_idx)
-            layer.buffer.free()
-        self.options = options
+            layer.free()
+        self.options, self._has_blocks = options, True
 
     def to_dynamic(self) -> DynamicCache:
         """A `DynamicCache` with a copy of what this cache holds."""
@@ -265,12 +268,12 @@ class MemOSCache(DynamicCache):  # type: ignore[misc]
     ) -> tuple[Tensor, Tensor]:
         if self.options.static:
             prepare_static(self.layers[layer_idx], key_states, value_states)
-        elif self.options.has_blocks:
+        elif self._has_blocks:
             self._seal_prompt(key_states, value_states, layer_idx)
             if key_states.is_cuda:
                 self._encode_ahead(layer_idx + 1)
         states: tuple[Tensor, Tensor] = super().update(key_states, value_states, layer_idx, *args, **kwargs)
-        if self.options.has_blocks:
+        if self._has_blocks:
             self._updated_last = layer_idx
         return states
 
@@ -281,8 +284,10 @@ class MemOSCache(DynamicCache):  # type: ignore[misc]
         tokens = key_states.shape[-2]
         if self._updated_last is None or layer_idx <= self._updated_last:
             self._step = []
-            lease.undo_step = WeakMethod(self._undo_step)
-            lease.begin_step(layer.blocks_due(tokens) for layer in self.layers if isinstance(layer, OffloadedLayer))
+            layers = [layer for layer in self.layers if isinstance(layer, OffloadedLayer)]
+            for layer in layers:
+                layer.undo_step = WeakMethod(self._undo_step)
+            lease.begin_step(layer.blocks_due(tokens) for layer in layers)
         try:
             states = self._update(key_states, value_states, layer_idx, *args, **kwargs)
         except OSError as error:
@@ -311,6 +316,8 @@ class MemOSCache(DynamicCache):  # type: ignore[misc]
     @contextmanager
     def _exclusive(self) -> Iterator[None]:
         """While layers are read or changed: an offloaded cache does not move out. A torn one is refused."""
+        if self._owners == 0:
+            raise RuntimeError("the cache was released: its memory is free, and it cannot be used any more")
         if self._torn is not None:
             raise RuntimeError(
                 f"the cache is torn: a step failed when some layers had its tokens ({self._torn}); reset it"
@@ -320,6 +327,73 @@ class MemOSCache(DynamicCache):  # type: ignore[misc]
         else:
             with self.options.lease.lock:
                 yield
+
+    def fork(self, repeats: int = 1) -> MemOSCache:
+        """A cache with the same tokens, which goes on by itself. What both hold is held once.
+
+        Takes as long for many tokens as for few: sealed blocks are shared, and the open tail is copied by whichever of
+        the two writes to it first. Contiguous layers of this cache become layers of blocks that lie where the tokens
+        are; attention over blocks gives the same up to float tolerance. Recurrent states are copied. Threads may each
+        use a fork of their own.
+
+        Parameters
+        ----------
+        repeats : int
+            Repeat every row of the fork so many times, as `batch_repeat_interleave` does: `fork(8)` of a cache with one
+            prompt is for eight samples, which hold the prompt once.
+
+        Raises
+        ------
+        ValueError
+            If the cache is static.
+        """
+        _check_repeats(repeats)
+        if self.options.static:
+            raise ValueError("fork: a static cache has buffers that cannot be shared")
+        with self._exclusive():
+            layers = [convert.in_blocks(layer) for layer in self.layers]
+            twin = copy.copy(self)
+            twin.layers = [convert.forked(layer) for layer in layers]
+            self.layers = layers
+            self._has_blocks = twin._has_blocks = any(isinstance(layer, BlockLayer) for layer in layers)
+            twin._owners, twin._step = 1, []
+        if repeats > 1:
+            twin.batch_repeat_interleave(repeats)
+        return twin
+
+    def acquire(self) -> MemOSCache:
+        """Count one more owner, who calls :meth:`release` when done. Returns the cache."""
+        with self._exclusive():
+            self._owners += 1
+        return self
+
+    def release(self) -> None:
+        """Count one owner less. When none is left, the memory is free at once and the cache cannot be used any more.
+
+        A cache has one owner when it is made. `with cache:` releases at the end; so does dropping the last reference.
+
+        Raises
+        ------
+        RuntimeError
+            If it was released before.
+        """
+        if self._owners == 0:
+            raise RuntimeError("release: the cache was released before, as often as it was acquired")
+        self._owners -= 1
+        if self._owners == 0:
+            layers, self.layers, self._torn = self.layers, [], None
+            self.options = replace(self.options, lease=None)
+            for layer in layers:
+                if isinstance(layer, BufferedLayer):
+                    layer.free()
+
+    def __enter__(self) -> MemOSCache:
+        with self._exclusive():
+            return self
+
+    def __exit__(self, *exception: object) -> None:
+        if self._owners > 0:
+            self.release()
 
     def offload_all(self) -> None:
         """Move everything off the device: blocks and open tails of an offloaded cache. It comes back when it is used.
@@ -436,10 +510,15 @@ class MemOSCache(DynamicCache):  # type: ignore[misc]
                 layer.reorder_cache(beam_idx)
 
     def batch_repeat_interleave(self, repeats: int) -> None:
-        """Repeat every row of the batch `repeats` times, copies side by side; recurrent states too."""
-        if isinstance(repeats, bool) or not isinstance(repeats, int) or repeats < 1:
-            raise ValueError(f"repeats: expected an int of at least 1, got {repeats!r}")
+        """Repeat every row of the batch `repeats` times, side by side; recurrent states too.
+
+        Rows share what is in whole blocks. Contiguous layers become layers of blocks, which lie where the tokens are.
+        """
+        _check_repeats(repeats)
         with self._exclusive():
+            if repeats > 1 and not self.options.static:
+                self.layers = [convert.in_blocks(layer) for layer in self.layers]
+                self._has_blocks = any(isinstance(layer, BlockLayer) for layer in self.layers)
             for layer in map(adapted, self.layers):
                 layer.batch_repeat_interleave(repeats)
 
@@ -515,6 +594,11 @@ class MemOSCache(DynamicCache):  # type: ignore[misc]
             self.layers.append(full if window is None else convert.sliding_layer(self.options, layer_idx, int(window)))
         if keys is not None and values is not None:
             self.layers[layer_idx].update(keys, values)
+
+
+def _check_repeats(repeats: int) -> None:
+    if isinstance(repeats, bool) or not isinstance(repeats, int) or repeats < 1:
+        raise ValueError(f"repeats: expected an int of at least 1, got {repeats!r}")
 
 
 def _config_and_data(source: Any, config: Any, data: Any) -> tuple[PretrainedConfig | None, Any]:

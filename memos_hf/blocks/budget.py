@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import itertools
 import logging
 import os
 import threading
 import weakref
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from functools import cached_property
 from typing import Any, Protocol
@@ -111,13 +110,24 @@ class MemoryBudget:
         return f"{type(self).__name__}({self.max_memory})"
 
 
+class Pool(Protocol):
+    """Blocks that hold bytes of a budget."""
+
+    def held_on(self, device: torch.device) -> int:
+        """Bytes allocated on `device`."""
+
+
 class Tenant(Protocol):
     """A layer that holds bytes of a budget."""
 
     device: torch.device | None
 
-    def held_on(self, device: torch.device) -> int:
-        """Bytes that the layer has there."""
+    @property
+    def tiers(self) -> Pool | None:
+        """The blocks, which forks share; `None` before the first update."""
+
+    def bytes_beside_blocks(self, device: torch.device) -> int:
+        """Bytes that the layer has there beside its blocks."""
 
     def move_out(self) -> None:
         """Move all that it has on the device to the tiers below. An `OSError` leaves it as it was."""
@@ -137,8 +147,6 @@ class Lease:
 
     Attributes
     ----------
-    undo_step : weakref.WeakMethod, optional
-        What takes back a step of the cache that cannot be finished.
     lock : threading.RLock
         Held while a layer of the cache is read or changed: only then is it certain that it does not move out.
     """
@@ -155,7 +163,6 @@ class Lease:
         self.lock = threading.RLock()
         self.last_used = -STEPS_AT_WORK
         self.shared: dict[Any, Any] = {}  # what layers of one geometry have together: staging buffers
-        self.undo_step: weakref.WeakMethod[Callable[[BaseException], None]] | None = None
         self._tenants: list[weakref.ref[Tenant]] = []
         self._order: dict[int, weakref.ref[Tenant]] = {}  # of each layer, by identity, the one that came after it
         self._last: weakref.ref[Tenant] | None = None
@@ -174,11 +181,15 @@ class Lease:
 
     def held(self, device: torch.device) -> int:
         """Bytes of the cache on `device`."""
-        return sum(tenant.held_on(device) for tenant in self.tenants)
+        tenants = self.tenants
+        pools = {id(tenant.tiers): tenant.tiers for tenant in tenants}
+        held = sum(pool.held_on(device) for pool in pools.values() if pool is not None)
+        return held + sum(tenant.bytes_beside_blocks(device) for tenant in tenants)
 
     def share(self, device: torch.device) -> int:
         """Bytes that one layer may have on `device` if all that are there, or not yet anywhere, have as many."""
-        count = sum(tenant.device in (device, None) for tenant in self.tenants)
+        here = [tenant for tenant in self.tenants if tenant.device in (device, None)]
+        count = len({id(tenant if tenant.tiers is None else tenant.tiers) for tenant in here})
         return self.budget.limit(device) // max(count, 1)
 
     def following(self, tenant: Tenant) -> Tenant | None:
@@ -215,12 +226,6 @@ class Lease:
             self.file.make_room(size, count)
         self.budget.step(self)
 
-    def failed(self, error: BaseException) -> None:
-        """Tell the cache that a step cannot be finished."""
-        undo = self.undo_step() if self.undo_step is not None else None
-        if undo is not None:
-            undo(error)
-
     def give_way(self, device: torch.device, wanted: int) -> int:
         """Move layers out until `wanted` bytes are free, unless the cache is in use; returns how many are.
 
@@ -234,9 +239,8 @@ class Lease:
             for tenant in reversed(self.tenants):
                 if freed >= wanted:
                     break
-                if tenant.held_on(device):
-                    tenant.move_out()
-                    freed = before - self.held(device)
+                tenant.move_out()
+                freed = before - self.held(device)
             return freed
         except OSError as error:
             logger.warning("an idle cache could not move out and stays where it is: %s", error)
@@ -251,14 +255,6 @@ class Lease:
 
     def __reduce__(self) -> Any:
         raise TypeError("an offloaded cache cannot be pickled: its blocks are in a file; `save` it instead")
-
-
-_serial = itertools.count()
-
-
-def next_block() -> int:
-    """A number for a block that no other block of this process has."""
-    return next(_serial)
 
 
 def _in_bytes(max_memory: Mapping[int | str, int | str]) -> dict[int | str, int]:

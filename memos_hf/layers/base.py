@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import operator
 from abc import abstractmethod
 from typing import Any
@@ -193,9 +194,9 @@ class BufferedLayer(CacheLayerMixin):  # type: ignore[misc]
         return {str(self.buffer.tensors[0].device): self.used_bytes} if self.is_initialized else {}
 
     @property
-    def shares_memory(self) -> bool:
-        """Whether others may hold the layer's tensors too."""
-        return self.buffer.shared
+    def shared_bytes(self) -> int:
+        """Bytes of what is valid and may be held by others too."""
+        return self.buffer.valid_bytes if self.buffer.shared else 0
 
     @property
     def full_precision_bytes(self) -> int:
@@ -212,6 +213,17 @@ class BufferedLayer(CacheLayerMixin):  # type: ignore[misc]
             return None, None
         keys, values = self.buffer.view()
         return keys.clone(), values.clone()
+
+    def fork(self) -> BufferedLayer:
+        """A layer with the same tokens, and counters of its own. Memory is shared until one of the two writes to it."""
+        twin = copy.copy(self)
+        twin.buffer = self.buffer.fork()
+        return twin
+
+    def free(self) -> None:
+        """Forget all tokens, and give back their memory."""
+        self.reset()
+        self.buffer.free()
 
     def offload(self) -> None:
         """Move the valid tokens to host memory (`offloading=True` of transformers)."""

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import copy
 import itertools
-from collections.abc import Iterator, Sequence
+import weakref
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -81,6 +82,8 @@ class OffloadedLayer(BlockLayer):
     def __init__(self, options: CacheOptions, quantization: KVQuantizationConfig) -> None:
         assert options.lease is not None
         self.lease: Lease = options.lease
+        # What takes back a step of the cache that cannot be finished.
+        self.undo_step: weakref.WeakMethod[Callable[[BaseException], None]] | None = None
         self._parked: ParkedTail | None = None
         self._past_counts = [0, 0, 0, 0]  # of pools that were made for other shapes
         super().__init__(options, quantization)
@@ -121,7 +124,7 @@ class OffloadedLayer(BlockLayer):
         if self._pool is None:
             self._pool = self._new_pool(*self.buffer.tensors)
         assert isinstance(self._pool, TieredPool)
-        self._pool.reserved_bytes = self._bytes_beside_blocks()
+        self._pool.reserved_bytes = self.bytes_beside_blocks(self._pool.device)
         return self._pool
 
     def _take_geometry(self, key_states: Tensor, value_states: Tensor) -> None:
@@ -189,7 +192,9 @@ class OffloadedLayer(BlockLayer):
 
     def reading_failed(self, error: BaseException) -> None:
         """Take back the step in which attention could not read what it needs."""
-        self.lease.failed(error)
+        undo = self.undo_step() if self.undo_step is not None else None
+        if undo is not None:
+            undo(error)
 
     def attend(
         self,
@@ -391,17 +396,13 @@ class OffloadedLayer(BlockLayer):
         where[:, :1] = torch.where(has_first, 0, -1)
         return where
 
-    def held_on(self, device: torch.device) -> int:
-        """Bytes of the budget of `device` that the layer holds."""
-        pool, held = self.tiers, 0
-        if pool is not None and pool.device == device:
-            held += pool.capacity * pool.bytes_per_slot
-        elif pool is not None and device == HOST:
-            held += _bytes(pool.host_tensors)
-        return held + (self._bytes_beside_blocks() if self.device == device else 0)
+    def bytes_beside_blocks(self, device: torch.device) -> int:
+        """Bytes on `device` of what is not in blocks.
 
-    def _bytes_beside_blocks(self) -> int:
-        """Bytes of what is not in blocks. Of a tail that a prompt has filled, what is left when it has been sealed."""
+        Of a tail that a prompt has filled, what is left when it has been sealed.
+        """
+        if self.device != device:
+            return 0
         tail = 0
         if self._buffer.allocated:
             capacity = min(self._buffer.capacity, self.residual + 2 * self.block_size)
@@ -424,18 +425,18 @@ class OffloadedLayer(BlockLayer):
         return self._beside_blocks() + ([*pool.tensors, *pool.host_tensors] if pool is not None else [])
 
     @property
-    def shares_memory(self) -> bool:
-        """Whether others may hold the tail's tensors too."""
-        return self._buffer.shared
+    def shared_bytes(self) -> int:
+        """Bytes of memory that others may hold too, on all tiers."""
+        tail, pool = self._buffer.valid_bytes if self._buffer.shared else 0, self.tiers
+        return tail + (pool.shared(self._held_blocks()) * pool.bytes_per_slot if pool is not None else 0)
 
     def used_by_tier(self) -> dict[str, int]:
         """Bytes of what is valid, by where it is: a device, `"cpu"` or `"disk"`; what is on two counts as the first."""
         if not self.is_initialized:
             return {}
         pool, device = self.tiers, str(self.device)
-        found = pool.below() if pool is not None else {}
-        on_device = _bytes(self._notes()) + (pool.on_device * pool.bytes_per_slot if pool is not None else 0)
-        found[device] = found.get(device, 0) + on_device
+        found = pool.used_by_tier(self._held_blocks()) if pool is not None else {}
+        found[device] = found.get(device, 0) + _bytes(self._notes())
         tail, tier = (self._buffer.valid_bytes, device) if self._parked is None else self._parked.used
         found[tier] = found.get(tier, 0) + tail
         return found
@@ -476,6 +477,16 @@ class OffloadedLayer(BlockLayer):
         due = self._signatures[0][0] * max((tail - self.residual) // self.block_size, 0)
         return (pool.outside(due) if due else 0), pool.bytes_per_slot
 
+    def fork(self) -> OffloadedLayer:
+        """A layer with the same tokens in the same part of the budget."""
+        with self.lease.lock:
+            self._bring_tail_back()
+            twin = super().fork()
+            assert isinstance(twin, OffloadedLayer)
+            twin.undo_step, twin._past_counts = None, [0, 0, 0, 0]
+            twin.lease.register(twin)
+        return twin
+
     def __deepcopy__(self, memo: dict[int, Any]) -> OffloadedLayer:
         with self.lease.lock:
             self._bring_tail_back()  # a copy has its tail on the device
@@ -483,7 +494,7 @@ class OffloadedLayer(BlockLayer):
             assert isinstance(twin, OffloadedLayer)
             twin.options = copy.deepcopy(self.options, memo)
             assert twin.options.lease is not None
-            twin.lease = twin.options.lease
+            twin.lease, twin.undo_step = twin.options.lease, None
             twin._bounds = copy.deepcopy(self._bounds, memo)
             twin.lease.register(twin)
         return twin
