@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import torch
 from torch import Tensor
 
 from ..config import CacheOptions, KVQuantizationConfig
 from .blocks import BlockLayer
 from .sliding import WindowedLayer
+from .state import LayerState
 
 
 class SlidingBlockLayer(WindowedLayer, BlockLayer):
@@ -115,6 +117,22 @@ class SlidingBlockLayer(WindowedLayer, BlockLayer):
         """Remove the last `-tokens_to_remove` tokens and what lies beyond the window before them."""
         super().crop(tokens_to_remove)
         self._release_hidden()
+
+    def state(self) -> LayerState:
+        """All that is held, to be saved, hidden tokens of a visible block among it."""
+        state = super().state()
+        state.numbers["hidden"] = self._hidden
+        return state
+
+    def check_state(self, state: LayerState) -> None:
+        """Raise if this layer, which is empty, cannot take `state`."""
+        super().check_state(state)
+        state.count("hidden")
+
+    def take_state(self, state: LayerState, device: torch.device) -> None:
+        """Hold what `state` has, copied to `device`."""
+        super().take_state(state, device)
+        self._hidden = state.count("hidden")
 
     def _remove_last(self, tokens: int) -> None:
         BlockLayer.crop(self, -min(tokens, self.held_tokens))
