@@ -19,7 +19,7 @@ from .base import BufferedLayer, removed_tokens
 from .state import LayerState, placeholder
 
 # What `lazy_initialization` sets from the first tensors, so that it need not be saved.
-SET_AT_FIRST = ("batch_size", "num_heads", "k_head_dim", "v_head_dim")
+SET_AT_FIRST = ("device", "dtype", "batch_size", "num_heads", "k_head_dim", "v_head_dim")
 # What a config decides, so that it is compared and not taken.
 SET_BY_CONFIG = ("sliding_window", "max_cache_len", "number_of_states", "compress_rate")
 
@@ -155,8 +155,9 @@ class UpstreamLayer:
         if "indexer_keys" in state.tensors:
             self.layer.lazy_initialization_indexer(placeholder(state.tensors["indexer_keys"], device))
         states = [name for name in state.tensors if name.startswith(("conv_states.", "recurrent_states."))]
-        if self._is_recurrent and states and self.layer.device is None:
-            self.layer.device, self.layer.dtype = device, state.tensors[states[0]].dtype
+        if self._is_recurrent and states:
+            self.layer.device = device
+            self.layer.dtype = self.layer.dtype or state.tensors[states[0]].dtype
 
     def _put(self, name: str, tensor: Tensor, device: torch.device) -> None:
         """Copy a tensor in place where the layer has allocated for it: compiled steps know the address."""

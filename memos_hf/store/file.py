@@ -11,7 +11,7 @@ import torch
 import transformers
 from torch import Tensor
 from transformers import PretrainedConfig
-from transformers.cache_utils import DummyLayer
+from transformers.cache_utils import CacheLayerMixin, LinearAttentionCacheLayerMixin
 
 from ..config import CacheOptions, KVQuantizationConfig
 from ..layers import ContiguousLayer, convert
@@ -40,6 +40,8 @@ SAVED_OPTIONS = (
 )
 # Those that say in what form the tokens are in the file.
 FIXED_OPTIONS = ("quantization", "block_size", "static")
+# Layers that hold something of their own; those that share what others hold are of neither kind.
+HOLDING = (CacheLayerMixin, LinearAttentionCacheLayerMixin)
 # The group of tensors behind those of the layers.
 IDS = "input_ids"
 
@@ -186,7 +188,7 @@ class SavedCache:
         if self.fingerprint.config is not None and not self.open_ended:
             fits = count >= expected
         else:  # without a config there are only layers that were updated
-            fits = count in (0, expected, sum(not isinstance(layer, DummyLayer) for layer in own))
+            fits = count in (0, expected, sum(isinstance(layer, HOLDING) for layer in own))
         if not fits:
             raise CacheFileError(f"{self.file.name}: number of layers: the cache has {count}, the model {expected}")
 

@@ -15,22 +15,16 @@ from transformers import PretrainedConfig
 
 # Fields of a config that keys and values do not depend on.
 IRRELEVANT = {
-    "_name_or_path",
     "architectures",
-    "attn_implementation",
     "auto_map",
-    "bos_token_id",
     "chunk_size_feed_forward",
     "dtype",
-    "eos_token_id",
-    "experts_implementation",
     "id2label",
     "initializer_range",
     "is_encoder_decoder",
     "label2id",
     "output_attentions",
     "output_hidden_states",
-    "pad_token_id",
     "problem_type",
     "quantization_config",
     "return_dict",
@@ -39,6 +33,7 @@ IRRELEVANT = {
     "transformers_version",
     "use_cache",
 }
+ENDINGS = ("dropout", "_implementation", "_token_id")
 # What errors call some fields, as people do.
 SPOKEN = {
     "num_hidden_layers": "number of layers",
@@ -120,7 +115,7 @@ def _relevant(fields: dict[str, Any]) -> dict[str, Any]:
     return {
         name: value
         for name, value in fields.items()
-        if value is not None and name not in IRRELEVANT and not name.endswith(("dropout", "_implementation"))
+        if value is not None and name not in IRRELEVANT and not name.startswith("_") and not name.endswith(ENDINGS)
     }
 
 
