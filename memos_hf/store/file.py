@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, replace
 from functools import partial
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -76,8 +77,10 @@ def load(
         cache = saved.empty_cache(cache_class, model.config, options)
         saved.check_layers(cache)
         devices = layer_devices(model)
-        for index, layer in enumerate(cache.layers):
-            adapted(layer).take_state(saved.state(index, verify), devices.get(index, model.device))
+        with ThreadPoolExecutor() as threads:  # checksums take longer than copies, and let other threads run
+            states = threads.map(partial(saved.state, verify=verify), range(len(cache.layers)))
+            for index, (layer, state) in enumerate(zip(cache.layers, states, strict=True)):
+                adapted(layer).take_state(state, devices.get(index, model.device))
     cache.fingerprint = fingerprint
     return cache
 

@@ -189,8 +189,8 @@ def _parameters_of(adapter: Any) -> list[Tensor]:
 def _active_adapters(model: nn.Module) -> tuple[str, ...]:
     found = set()
     for module, active in _adapted_modules(model):
-        scaling = getattr(module, "scaling", None) or {}
-        found |= {f"{name} ({scaling.get(name, 1)})" for name in active}
+        scaling: dict[str, Any] = getattr(module, "scaling", None) or dict.fromkeys(active, 1)
+        found |= {f"{name} ({scaling[name]})" for name in active if name in scaling}
     return tuple(sorted(found))
 
 
