@@ -4,9 +4,18 @@ from .attention import interface
 from .cache import MemOSCache
 from .config import CacheOptions, KVQuantizationConfig
 from .report import CacheStats, DeviceMemory, MemoryReport
+from .store import CacheFileError
 
 interface.register()
 
 __version__ = "0.1.0"
 
-__all__ = ["CacheOptions", "CacheStats", "DeviceMemory", "KVQuantizationConfig", "MemOSCache", "MemoryReport"]
+__all__ = [
+    "CacheFileError",
+    "CacheOptions",
+    "CacheStats",
+    "DeviceMemory",
+    "KVQuantizationConfig",
+    "MemOSCache",
+    "MemoryReport",
+]

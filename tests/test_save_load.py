@@ -9,6 +9,7 @@ import os
 import pickle
 import random
 import signal
+import tempfile
 import time
 from pathlib import Path
 from typing import Any
@@ -18,7 +19,8 @@ import pytest
 import torch
 from families import FAMILIES, Subject
 from safetensors.torch import load_file, save_file
-from test_families import by_name, subject
+from test_architectures import ARCHITECTURES, built_and_run
+from test_families import WITHOUT_CUDA, by_name, subject
 from tiny import (
     LOSSLESS,
     LOSSY,
@@ -126,6 +128,35 @@ def saved_and_loaded(model: Subject, cache: Any, folder: Path) -> Any:
         getattr(cache, f"{name}_attention_cache").save(folder / name, model=model.model)
         parts.append(MemOSCache.load(folder / name, model.model))
     return EncoderDecoderCache(*parts)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("architecture", ARCHITECTURES, ids=lambda architecture: architecture.name)
+def test_every_architecture_gives_the_same_text_after_it(architecture, tmp_path):
+    try:
+        model = Subject(built_and_run(architecture))
+    except Exception as error:
+        pytest.skip(f"cannot run here: {type(error).__name__}: {error}")
+    cache = model.memos_cache()
+    ids = model.generate(cache, model.prompt(2, 13))
+    loaded = saved_and_loaded(model, cache, tmp_path)
+    # A copy, as some models keep something of what they have seen.
+    twin = Subject(copy.deepcopy(model.model))
+    assert torch.equal(twin.generate(loaded, ids), model.generate(cache, ids))
+
+
+@pytest.mark.gpu
+@WITHOUT_CUDA
+@pytest.mark.parametrize("model", [llama, mistral, qwen3_next])
+def test_layers_are_loaded_onto_the_gpu_of_the_model(model, storage, path):
+    model = copy.deepcopy(model()).cuda()
+    cache = MemOSCache.for_model(model, **storage)
+    ids = generate(model, token_ids(2, 40).cuda(), cache)
+    cache.save(path, input_ids=ids)
+    loaded = MemOSCache.load(path, model)
+    assert_same_state(loaded, cache)
+    assert list(loaded.memory().by_device) == ["cuda:0"]
+    assert torch.equal(generate(model, ids, loaded), generate(model, ids, cache))
 
 
 @pytest.mark.parametrize("name", ["gemma3n", "gemma4"])
@@ -551,14 +582,16 @@ def test_a_process_killed_while_saving_leaves_the_old_file_or_the_new_one(rounds
         assert orphans > 0
 
 
-def test_urls_are_read_and_written_through_fsspec(storage):
+def test_urls_are_read_and_written_through_fsspec(storage, tmp_path, monkeypatch):
     fsspec = pytest.importorskip("fsspec")
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
     cache = filled(llama(), **storage)
     cache.save("memory://caches/one.safetensors", input_ids=token_ids(2, 40))
     loaded = MemOSCache.load("memory://caches/one.safetensors", llama())
     assert_same_state(loaded, cache)
     assert torch.equal(load_input_ids("memory://caches/one.safetensors"), token_ids(2, 40))
     assert describe("memory://caches/one.safetensors")["input_ids"] == [2, 40]
+    assert not list(Path(tempfile.gettempdir()).glob(f"*{places.UNFINISHED}"))
     files = fsspec.filesystem("memory")
     assert files.ls("/caches", detail=False) == ["/caches/one.safetensors"]
     with pytest.raises(FileNotFoundError):

@@ -44,7 +44,7 @@ def sliding_layer(options: CacheOptions, layer_idx: int, sliding_window: int) ->
 
 
 def layer_of_kind(kind: str, options: CacheOptions, layer_idx: int, sliding_window: int | None) -> BufferedLayer | None:
-    """A new layer of ours whose class is called `kind`, or `None` if `options` give no such layer."""
+    """A new layer of ours whose class is called `kind`, or `None` if `options` ask for no such layer."""
     layer = (
         full_attention_layer(options, layer_idx)
         if sliding_window is None

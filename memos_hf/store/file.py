@@ -196,13 +196,14 @@ class SavedCache:
             raise CacheFileError(f"{self.file.name}: number of layers: the cache has {count}, the model {expected}")
 
     def _empty_layer(self, layer_idx: int, own: Any, options: CacheOptions) -> Any:
-        """The layer that the model's config asks for, or, where none was known or this is one more, what was saved."""
+        """The layer that the model's config asks for, or of the kind that was saved: some models choose their own."""
         state = self.layers[layer_idx]
         if type(own).__name__ == state.kind:
             return own
+        window = state.numbers.get("sliding_window")
         layer = None
-        if own is None or self.open_ended or self.fingerprint.config is None:
-            layer = convert.layer_of_kind(state.kind, options, layer_idx, state.numbers.get("sliding_window"))
+        if window is None or (type(window) is int and window > 0):
+            layer = convert.layer_of_kind(state.kind, options, layer_idx, window)
         if layer is None:
             raise CacheFileError(
                 f"{self.file.name}: layer {layer_idx}: expected a {type(own).__name__}, as the model and the options "
@@ -237,7 +238,9 @@ def _checked_ids(input_ids: Any, cache: MemOSCache) -> Tensor:
     if input_ids.ndim not in (1, 2):
         raise ValueError(f"input_ids: expected [batch, tokens] or [tokens], got {tuple(input_ids.shape)}")
     ids = input_ids.detach().long().reshape(-1, input_ids.shape[-1])
-    tokens, batch = int(cache.get_seq_length()), _batch_size(cache)
+    # Recurrent layers do not count tokens.
+    counted = (int(layer.get_seq_length()) for layer in cache.layers if isinstance(layer, CacheLayerMixin))
+    tokens, batch = next(counted, 0), _batch_size(cache)
     if ids.shape[1] < tokens:
         raise ValueError(f"input_ids: expected at least the {tokens} tokens that are cached, got {ids.shape[1]}")
     if batch is not None and ids.shape[0] != batch:

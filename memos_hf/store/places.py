@@ -37,10 +37,9 @@ def writing(path: AnyPath) -> Iterator[BinaryIO]:
             yield file
         return
     files, name = _remote(path)
-    with tempfile.TemporaryDirectory(prefix="memos_hf-") as folder:
-        local = Path(folder) / "cache.safetensors"
-        with local.open("wb") as file:
-            yield file
+    with _temporary() as (local, file):
+        yield file
+        file.flush()
         files.put_file(str(local), name)
 
 
@@ -51,8 +50,7 @@ def reading(path: AnyPath) -> Iterator[Path]:
         yield _local(path)
         return
     files, name = _remote(path)
-    with tempfile.TemporaryDirectory(prefix="memos_hf-", ignore_cleanup_errors=True) as folder:
-        local = Path(folder) / "cache.safetensors"
+    with _temporary() as (local, _):
         files.get_file(name, str(local))
         yield local
 
@@ -74,6 +72,19 @@ def _remote(url: AnyPath) -> tuple[Any, str]:
         raise ImportError(f"path: {url} is a URL, which needs fsspec: pip install fsspec") from None
     files, name = core.url_to_fs(url)
     return files, name
+
+
+@contextmanager
+def _temporary() -> Iterator[tuple[Path, BinaryIO]]:
+    """A local file for the length of the block, which nobody else can read."""
+    folder = Path(tempfile.gettempdir())
+    remove_abandoned(folder)
+    path, file = _create_unfinished(folder, mode=0o600)
+    try:
+        with file:
+            yield path, file
+    finally:
+        path.unlink(missing_ok=True)
 
 
 @contextmanager
@@ -101,11 +112,11 @@ def _replacing(path: Path) -> Iterator[BinaryIO]:
     _sync_folder(path.parent)
 
 
-def _create_unfinished(folder: Path) -> tuple[Path, BinaryIO]:
+def _create_unfinished(folder: Path, mode: int = 0o666) -> tuple[Path, BinaryIO]:
     """A new file, locked for as long as it is open: a lock ends with its process, however that ends."""
     while True:
         path = folder / f".{secrets.token_hex(8)}{UNFINISHED}"
-        file = path.open("xb")
+        file = os.fdopen(os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | getattr(os, "O_BINARY", 0), mode), "wb")
         if not _lock(file, wait=True):
             return path, file
         with suppress(FileNotFoundError):
