@@ -50,7 +50,7 @@ IDS = "input_ids"
 @torch.no_grad()
 def save(cache: MemOSCache, path: AnyPath, *, input_ids: Tensor | None = None, model: Any = None) -> None:
     """Save a cache; see :meth:`~memos_hf.MemOSCache.save`."""
-    groups: list[Group] = [partial(_layer_group, adapted(layer).state) for layer in cache.layers]
+    groups: list[Group] = [partial(_layer_group, adapted(layer).state) for layer in _without_sharing(cache.layers)]
     if input_ids is not None:
         ids = _checked_ids(input_ids, cache)
         groups.append(lambda: ({"kind": IDS}, {IDS: ids}))
@@ -78,8 +78,8 @@ def load(
         saved.check_layers(cache)
         devices = layer_devices(model)
         with ThreadPoolExecutor() as threads:  # checksums take longer than copies, and let other threads run
-            states = threads.map(partial(saved.state, verify=verify), range(len(cache.layers)))
-            for index, (layer, state) in enumerate(zip(cache.layers, states, strict=True)):
+            states = threads.map(partial(saved.state, verify=verify), range(len(saved.layers)))
+            for index, (layer, state) in enumerate(zip(cache.layers, states, strict=False)):
                 adapted(layer).take_state(state, devices.get(index, model.device))
     cache.fingerprint = fingerprint
     return cache
@@ -163,6 +163,8 @@ class SavedCache:
             self._empty_layer(layer_idx, own[layer_idx] if layer_idx < len(own) else None, cache.options)
             for layer_idx in range(len(self.layers))
         ]
+        if not self.open_ended:
+            cache.layers += own[len(self.layers) :]
         return cache
 
     def check_layers(self, cache: MemOSCache) -> None:
@@ -170,7 +172,7 @@ class SavedCache:
         batches = {layer.tensors["keys"].shape[0] for layer in self.layers if "keys" in layer.tensors}
         if len(batches) > 1:
             raise CacheFileError(f"{self.file.name}: expected one batch size, got {sorted(batches)}")
-        for layer_idx, (layer, state) in enumerate(zip(cache.layers, self.layers, strict=True)):
+        for layer_idx, (layer, state) in enumerate(zip(cache.layers, self.layers, strict=False)):
             try:
                 adapted(layer).check_state(state)
             except (ValueError, TypeError, RuntimeError) as error:
@@ -187,11 +189,11 @@ class SavedCache:
 
     def _check_layer_count(self, own: list[Any]) -> None:
         """Raise if the model has more layers; fewer are right where the model itself adds some to its caches."""
-        count, expected = len(self.layers), len(own)
+        count, expected = len(self.layers), len(_without_sharing(own))
         if self.fingerprint.config is not None and not self.open_ended:
             fits = count >= expected
         else:  # without a config there are only layers that were updated
-            fits = count in (0, expected, sum(isinstance(layer, HOLDING) for layer in own))
+            fits = count in (0, expected)
         if not fits:
             raise CacheFileError(f"{self.file.name}: number of layers: the cache has {count}, the model {expected}")
 
@@ -210,6 +212,14 @@ class SavedCache:
                 f"ask for, got a {state.kind}"
             )
         return layer
+
+
+def _without_sharing(layers: list[Any]) -> list[Any]:
+    """Without the last layers that share what others hold: some versions of transformers list them, others do not."""
+    count = len(layers)
+    while count and not isinstance(layers[count - 1], HOLDING):
+        count -= 1
+    return layers[:count]
 
 
 def _layer_group(state_of: Callable[[], LayerState]) -> tuple[dict[str, Any], dict[str, Tensor]]:
