@@ -277,6 +277,16 @@ def test_a_cache_filled_under_inference_mode_goes_on_without(storage, path):
         assert torch.equal(*(generate(model, token_ids(1, 31), each, 5) for each in (loaded, cache)))
 
 
+def test_what_is_loaded_under_inference_mode_is_written_without(storage, path):
+    cache = filled(llama(), 30, **storage)
+    cache.crop(-29)
+    cache.save(path)
+    with torch.inference_mode():
+        loaded = MemOSCache.load(path, llama())
+    torch.testing.assert_close(goes_on(llama(), loaded), goes_on(llama(), cache))
+    assert not any(tensor.is_inference() for layer in loaded.layers for tensor in layer.held_tensors())
+
+
 def test_an_empty_or_a_reset_cache_stays_empty(storage, path):
     cache = filled(llama(), **storage)
     cache.reset()

@@ -127,7 +127,9 @@ class SlidingBlockLayer(WindowedLayer, BlockLayer):
     def check_state(self, state: LayerState) -> None:
         """Raise if this layer, which is empty, cannot take `state`."""
         super().check_state(state)
-        state.count("hidden")
+        held = sum(state.numbers.get("entry_tokens", ())) + (state.pair()[0].shape[2] if state.tensors else 0)
+        if state.count("hidden") > held:
+            raise ValueError(f"hidden: expected at most the {held} tokens that are held, got {state.numbers['hidden']}")
 
     def take_state(self, state: LayerState, device: torch.device) -> None:
         """Hold what `state` has, copied to `device`."""

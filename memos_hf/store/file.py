@@ -65,6 +65,7 @@ def save(cache: MemOSCache, path: AnyPath, *, input_ids: Tensor | None = None, m
         write_tensors(file, document, groups)
 
 
+@torch.inference_mode(False)  # what is written later, in whatever mode, must not be made under inference mode
 @torch.no_grad()
 def load(
     cache_class: type[CacheType], path: AnyPath, model: Any, *, verify: bool, options: dict[str, Any]
