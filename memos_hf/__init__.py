@@ -5,12 +5,14 @@ from .blocks.budget import MemoryBudget
 from .cache import MemOSCache
 from .config import CacheOptions, KVQuantizationConfig, OffloadConfig
 from .report import CacheStats, DeviceMemory, MemoryReport
+from .store import CacheFileError
 
 interface.register()
 
 __version__ = "0.1.0"
 
 __all__ = [
+    "CacheFileError",
     "CacheOptions",
     "CacheStats",
     "DeviceMemory",

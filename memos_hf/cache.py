@@ -33,6 +33,9 @@ from .layers.static import StaticRoom, prepare_static
 from .layers.upstream import UpstreamLayer, adapted
 from .placement import expected_states
 from .report import CacheStats, MemoryReport, cache_stats, format_bytes, memory_report
+from .store import file as store_file
+from .store.fingerprint import Fingerprint
+from .store.places import AnyPath
 
 
 class MemOSCache(DynamicCache):  # type: ignore[misc]
@@ -140,6 +143,8 @@ class MemOSCache(DynamicCache):  # type: ignore[misc]
         self._owners = 1  # 0: released
         self._step: list[tuple[int, int]] = []  # of the layers that have its tokens: index and how many they are
         self._torn: BaseException | None = None  # why layers differ in length
+        # What is known of the model whose keys and values these are; goes into files.
+        self.fingerprint = Fingerprint() if config is None else Fingerprint.of_config(config)
         self._shares_layers = config is not None and _shares_layers(config)
         self._static_room = StaticRoom(max_cache_len) if static and max_cache_len is not None else None
         for layer_idx, states in enumerate(data or ()):
@@ -166,6 +171,7 @@ class MemOSCache(DynamicCache):  # type: ignore[misc]
         ):
             raise ValueError(f"batch_size: expected an int of at least 1 or None, got {batch_size!r}")
         cache = cls(model.config, **options)
+        cache.fingerprint = Fingerprint.of_model(model)
         for layer_idx, states in expected_states(model, batch_size) if batch_size is not None else ():
             layer = cache.layers[layer_idx] if layer_idx < len(cache.layers) else None
             if not getattr(layer, "supports_early_init", False):
@@ -204,7 +210,72 @@ class MemOSCache(DynamicCache):  # type: ignore[misc]
         ]
         if cache.layer_class_to_replicate is None:
             result.layer_class_to_replicate = None
+        if isinstance(cache, MemOSCache):
+            result.fingerprint = cache.fingerprint
         return result
+
+    def save(self, path: AnyPath, *, input_ids: Tensor | None = None, model: PreTrainedModel | None = None) -> None:
+        """Save all that is cached in one file, encoded blocks as they are, about as large as what is valid.
+
+        The file is safetensors with a JSON document, every byte of it under a checksum; nothing is pickled. It appears
+        at `path` whole: should the process be killed, what was there before is there still, and what it left behind is
+        removed at the next save into that folder.
+
+        Beside the cache goes what is known of its model, so that `load` can refuse another one. Of a cache from
+        `for_model` that is its config, dtype, a sample of its weights and its active adapters, as they were when the
+        cache was made. Of `MemOSCache(config)` it is the config alone, and without a config nothing: `model` says it
+        then. Of an `EncoderDecoderCache`, save its two caches.
+
+        Parameters
+        ----------
+        path : str or path-like
+            A file in a folder that exists, or a URL that fsspec knows (`s3://`, `gs://`, `hf://`, …).
+        input_ids : Tensor, optional
+            Ids of the cached tokens, `[batch, tokens]`, for :func:`memos_hf.store.load_input_ids`; ids behind them, as
+            the last one that `generate` returns, are left out.
+        model : PreTrainedModel, optional
+            The model that computed the cache, as it is now.
+
+        Raises
+        ------
+        OSError
+            If it cannot be written; what was at `path` is there still.
+        TypeError, ValueError
+            If `input_ids` are not those of what is cached, or `model` is no model.
+        """
+        store_file.save(self, path, input_ids=input_ids, model=model)
+
+    @classmethod
+    def load(cls, path: AnyPath, model: PreTrainedModel, *, verify: bool = True, **options: Any) -> MemOSCache:
+        """A cache from a file that `save` wrote, each layer on the device where `model` computes its attention.
+
+        All that the file says is checked before anything is built: format, shapes, lengths, and config, dtype, weights
+        and adapters of the model as far as `save` knew them. Files of other kinds, pickles and those of `torch.save`
+        among them, are refused unread, as to unpickle a file is to run what its author put there.
+
+        Parameters
+        ----------
+        path : str or path-like
+            A file, or a URL that fsspec knows.
+        model : PreTrainedModel
+            The model to go on with.
+        verify : bool
+            Hold each tensor against its checksum before it is used. Without, a damaged tensor goes unnoticed.
+        **options
+            As for the constructor, in place of those that the cache was saved with. `quantization`, `block_size` and
+            `static` say in what form the file is, and must be the same if they are given.
+
+        Raises
+        ------
+        OSError
+            If the file cannot be read.
+        CacheFileError
+            A `ValueError`: if it is no such file, is damaged or cut off, or is that of another model, saying which of
+            its config, number of layers or heads, dtype, weights or adapters differ.
+        ValueError, TypeError
+            If `options` are not possible or not those of the file.
+        """
+        return store_file.load(cls, path, model, verify=verify, options=options)
 
     def quantize(self, quantization: KVQuantizationConfig | Preset) -> None:
         """Turn this cache, filled or not, into a quantized one, a layer at a time.

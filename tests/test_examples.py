@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 EXAMPLES = Path(__file__).resolve().parent.parent / "examples"
-RUNNABLE = ["generate", "compare_dynamic_cache", "layouts", "growth", "gpu_check", "smollm2"]
+RUNNABLE = ["generate", "compare_dynamic_cache", "layouts", "growth", "gpu_check", "save_and_resume", "smollm2"]
 
 pytestmark = pytest.mark.slow
 
@@ -59,6 +59,11 @@ def test_layouts_compares_both():
 def test_growth_stays_within_its_bounds():
     printed = run("growth")
     assert "growths" in printed
+
+
+def test_save_and_resume_answers_from_another_process():
+    printed = run("save_and_resume", "--tokens", "300", "--max-new-tokens", "8", "--quantization", "int8")
+    assert "the same answer as without saving: yes" in printed
 
 
 def test_gpu_check_says_when_there_is_no_gpu(monkeypatch):

@@ -90,7 +90,7 @@ def test_blocks_are_read_where_they_lie_in_a_buffer_until_it_is_full():
     assert (blocks.used, blocks.capacity) == (2, 4)
 
     def assert_read():
-        for role, states in (("key", keys), ("value", values)):
+        for role in ("key", "value"):
             read = blocks.gather(role, [row[0] for row in table])["codes"]
             assert torch.equal(read, expected[role])
 

@@ -13,6 +13,7 @@ from transformers.cache_utils import CacheLayerMixin
 
 from ..config import CacheOptions
 from .buffer import KVBuffer, row_signature
+from .state import LayerState, placeholder
 
 
 class BufferedLayer(CacheLayerMixin):  # type: ignore[misc]
@@ -224,6 +225,32 @@ class BufferedLayer(CacheLayerMixin):  # type: ignore[misc]
         """Forget all tokens, and give back their memory."""
         self.reset()
         self.buffer.free()
+
+    @property
+    def saved_as(self) -> str:
+        """The kind of layer that files say this one is."""
+        return type(self).__name__
+
+    def state(self) -> LayerState:
+        """All that is held, to be saved."""
+        tensors = {}
+        if not self.is_empty:
+            self.buffer.check_paired()
+            keys, values = self.buffer.view()
+            tensors = {"keys": keys.detach(), "values": values.detach()}
+        return LayerState(self.saved_as, tensors, {}, self.get_seq_length())
+
+    def check_state(self, state: LayerState) -> None:
+        """Raise if this layer, which is empty, cannot take `state`."""
+        if state.tensors:
+            self.check_update(*state.pair())
+
+    def take_state(self, state: LayerState, device: torch.device) -> None:
+        """Hold what `state` has, copied to `device`. This layer is empty, and `check_state` did not raise."""
+        if state.tensors:
+            keys, values = state.pair()
+            self.lazy_initialization(placeholder(keys, device), placeholder(values, device))
+            self.buffer.append(keys, values, self.growth_limit)
 
     def offload(self) -> None:
         """Move the valid tokens to host memory (`offloading=True` of transformers)."""

@@ -20,14 +20,16 @@ from ..attention.reference import Exact, Sealed, Sinks
 from ..blocks.codecs import BlockCodec
 from ..blocks.pool import BlockPool
 from ..blocks.transfer import Aside, Encoded
-from ..config import CacheOptions, KVQuantizationConfig
+from ..config import UNENCODED, CacheOptions, KVQuantizationConfig
 from .base import BufferedLayer, removed_tokens
 from .buffer import KVBuffer, row_signature
+from .state import LayerState
 
 logger = logging.getLogger(__name__)
 
 # So many blocks are left to be sealed only by a prompt; they are sealed as soon as another layer is updated.
 PROMPT_BLOCKS = 4
+ROLES: tuple[Role, ...] = ("key", "value")
 # Where a row begins that has been nothing but padding so far.
 UNKNOWN = -1
 # Where a row begins whose first real tokens were sealed before it was known that they are.
@@ -358,6 +360,95 @@ class BlockLayer(BufferedLayer):
         per_token = (batch * heads * head_dim * dtype.itemsize for batch, heads, head_dim, dtype, _ in self._signatures)
         return self.held_tokens * int(sum(per_token))
 
+    @property
+    def saved_as(self) -> str:
+        """The kind of layer that files say this one is."""
+        return "ContiguousLayer" if self.quantization is UNENCODED else "BlockLayer"
+
+    def state(self) -> LayerState:
+        """All that is held, to be saved: blocks as they are encoded, each once however many rows hold it.
+
+        Blocks that are not encoded go out as the tokens that they are.
+        """
+        if self.quantization is UNENCODED:
+            keys, values = self.copied()
+            tensors = {} if keys is None or values is None else {"keys": keys, "values": values}
+            return LayerState(self.saved_as, tensors, {}, self.get_seq_length())
+        state = super().state()
+        if not state.tensors:
+            return state
+        slots = list(dict.fromkeys(slot for row in self._table for slot in row))
+        saved = {slot: index for index, slot in enumerate(slots)}
+        state.numbers.update(
+            table=[[saved[slot] for slot in row] for row in self._table],
+            entry_tokens=list(self._entry_tokens),
+            padding_noted=self._padding_noted,
+        )
+        if slots and self._pool is not None:
+            for role in ROLES:
+                encoded = self._pool.gather(role, slots)
+                state.tensors.update({f"{role}.{name}": tensor for name, tensor in encoded.items()})
+        if self._sinks is not None:
+            sinks = self._sinks
+            state.tensors.update(sink_keys=sinks.keys, sink_values=sinks.values, sink_positions=sinks.positions)
+        if self._first_real is not None:
+            state.tensors["first_real"] = self._first_real
+        return state
+
+    def check_state(self, state: LayerState) -> None:
+        """Raise if this layer, which is empty, cannot take `state`."""
+        super().check_state(state)
+        if not state.tensors:
+            return
+        keys, values = state.pair()
+        if self.quantization is UNENCODED:
+            self.check_room(keys.shape[2])
+            return
+        batch, heads = keys.shape[:2]
+        entry_tokens, count = _checked_table(state, batch, self.block_size)
+        self.check_room(sum(entry_tokens) + keys.shape[2])
+        state.flag("padding_noted")
+        if count:
+            for role, codec in zip(ROLES, self._codecs(keys, values), strict=True):
+                for name, (shape, dtype) in codec.layout(heads).items():
+                    state.check_tensor(f"{role}.{name}", (count, *shape), dtype)
+        if "sink_positions" in state.tensors:
+            sinks = batch, heads, self.sink_tokens
+            state.check_tensor("sink_keys", (*sinks, keys.shape[3]), keys.dtype)
+            state.check_tensor("sink_values", (*sinks, values.shape[3]), values.dtype)
+            state.check_tensor("sink_positions", (batch, self.sink_tokens), torch.int32)
+        if "first_real" in state.tensors:
+            state.check_tensor("first_real", (batch,), torch.int64)
+
+    def take_state(self, state: LayerState, device: torch.device) -> None:
+        """Hold what `state` has, copied to `device`; blocks are neither decoded nor encoded."""
+        super().take_state(state, device)
+        if not state.tensors:
+            return
+        self.version += 1
+        if self.quantization is UNENCODED:
+            self.seal()
+            return
+        self._padding_noted = state.flag("padding_noted")
+        mentions = Counter(index for row in state.numbers["table"] for index in row)
+        if mentions:
+            pool = self._slots()
+            heads = state.tensor("keys").shape[1]
+            key_codes, value_codes = (
+                {name: state.tensor(f"{role}.{name}").to(device) for name in codec.layout(heads)}
+                for role, codec in zip(ROLES, (pool.key_codec, pool.value_codec), strict=True)
+            )
+            slots = pool.store(key_codes, value_codes, self._slot_limit(len(state.numbers["table"])))
+            pool.share(slots[index] for index, times in mentions.items() for _ in range(times - 1))
+            self._table = [[slots[index] for index in row] for row in state.numbers["table"]]
+            self._entry_tokens = list(state.numbers["entry_tokens"])
+            self.sealed_tokens = sum(self._entry_tokens)
+        if "sink_positions" in state.tensors:
+            names = ("sink_keys", "sink_values", "sink_positions")
+            self._sinks = Sinks(*(state.tensor(name).to(device, copy=True) for name in names))
+        if "first_real" in state.tensors:
+            self._first_real = state.tensor("first_real").to(device, copy=True)
+
     def _codecs(self, key_states: Tensor, value_states: Tensor) -> tuple[BlockCodec, BlockCodec]:
         """The codecs for K and V like these; raises if they cannot be encoded as asked."""
         key_dim, value_dim = key_states.shape[3], value_states.shape[3]
@@ -624,3 +715,19 @@ def _as_blocks(states: Tensor, block_size: int) -> Tensor:
     batch, heads, tokens, head_dim = states.shape
     blocks = states.reshape(batch, heads, tokens // block_size, block_size, head_dim)
     return blocks.transpose(1, 2).reshape(-1, heads, block_size, head_dim)
+
+
+def _checked_table(state: LayerState, batch: int, block_size: int) -> tuple[list[int], int]:
+    """The valid tokens of each entry of a saved table, and how many blocks it names; raises if it is not sound."""
+    table, entry_tokens = state.numbers.get("table"), state.numbers.get("entry_tokens")
+    if not isinstance(entry_tokens, list) or not all(type(n) is int and 0 < n <= block_size for n in entry_tokens):
+        raise ValueError(f"entry_tokens: expected ints from 1 to {block_size}, got {entry_tokens!r}")
+    rows = batch if entry_tokens else 0
+    if not isinstance(table, list) or len(table) != rows:
+        raise ValueError(f"table: expected {rows} rows, got {table!r}")
+    if any(not isinstance(row, list) or len(row) != len(entry_tokens) for row in table):
+        raise ValueError(f"table: expected rows of {len(entry_tokens)} entries, got {table!r}")
+    named = {index for row in table for index in row}
+    if named != set(range(len(named))):
+        raise ValueError(f"table: expected the blocks from 0 on, each at least once, got {sorted(map(str, named))}")
+    return entry_tokens, len(named)

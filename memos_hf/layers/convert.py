@@ -43,6 +43,16 @@ def sliding_layer(options: CacheOptions, layer_idx: int, sliding_window: int) ->
     return kind(options, encoding, sliding_window)
 
 
+def layer_of_kind(kind: str, options: CacheOptions, layer_idx: int, sliding_window: int | None) -> BufferedLayer | None:
+    """A new layer of ours that takes what is saved of a layer of `kind`; `None` if `options` ask for another."""
+    layer = (
+        full_attention_layer(options, layer_idx)
+        if sliding_window is None
+        else sliding_layer(options, layer_idx, sliding_window)
+    )
+    return layer if layer.saved_as == kind else None
+
+
 def from_dynamic(layer: Any, options: CacheOptions, layer_idx: int) -> Any:
     """A layer of ours with a copy of what `layer`, of any dynamic class or ours, holds; other classes are copied."""
     if isinstance(layer, WindowedLayer) or type(layer) is DynamicSlidingWindowLayer:
