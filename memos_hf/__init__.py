@@ -1,6 +1,8 @@
 """memos_hf: a KV cache for HuggingFace Transformers."""
 
 from .attention import interface
+from .batches.requests import BatchOutput
+from .batching import generate_batch
 from .cache import MemOSCache
 from .config import CacheOptions, KVQuantizationConfig
 from .report import CacheStats, DeviceMemory, MemoryReport
@@ -9,4 +11,13 @@ interface.register()
 
 __version__ = "0.1.0"
 
-__all__ = ["CacheOptions", "CacheStats", "DeviceMemory", "KVQuantizationConfig", "MemOSCache", "MemoryReport"]
+__all__ = [
+    "BatchOutput",
+    "CacheOptions",
+    "CacheStats",
+    "DeviceMemory",
+    "KVQuantizationConfig",
+    "MemOSCache",
+    "MemoryReport",
+    "generate_batch",
+]
