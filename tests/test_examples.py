@@ -8,7 +8,16 @@ from pathlib import Path
 import pytest
 
 EXAMPLES = Path(__file__).resolve().parent.parent / "examples"
-RUNNABLE = ["generate", "compare_dynamic_cache", "layouts", "growth", "gpu_check", "smollm2"]
+RUNNABLE = [
+    "generate",
+    "compare_dynamic_cache",
+    "layouts",
+    "growth",
+    "gpu_check",
+    "batch_dataset",
+    "batch_speed",
+    "smollm2",
+]
 
 pytestmark = pytest.mark.slow
 

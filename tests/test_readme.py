@@ -18,12 +18,15 @@ def test_the_table_of_refused_combinations_is_the_one_in_the_code():
 
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:.*past_key_values.*:FutureWarning")
-def test_the_snippet_runs(monkeypatch, capsys):
+def test_the_snippets_run(monkeypatch, capsys):
     import transformers
 
     model, tokenizer = load_model()
     monkeypatch.setattr(transformers.AutoModelForCausalLM, "from_pretrained", lambda name: model)
     monkeypatch.setattr(transformers.AutoTokenizer, "from_pretrained", lambda name: tokenizer)
-    (snippet,) = re.findall(r"```python\n(.*?)```", README, flags=re.DOTALL)
-    exec(snippet, {})
+    first, batches = re.findall(r"```python\n(.*?)```", README, flags=re.DOTALL)
+    names: dict[str, object] = {}
+    exec(first, names)
     assert "allocated" in capsys.readouterr().out
+    exec(batches, names)  # goes on with model and tokenizer
+    assert len(capsys.readouterr().out.splitlines()) >= 3

@@ -72,7 +72,8 @@ class Settings:
             Naming an argument that makes no sense for every batch.
         """
         rest = dict(arguments)
-        config = copy.deepcopy(rest.pop("generation_config", None)) or GenerationConfig()
+        config = copy.deepcopy(rest.pop("generation_config", None))
+        config = GenerationConfig() if config is None else config
         if not isinstance(config, GenerationConfig):
             raise TypeError(f"generation_config: expected a GenerationConfig, got {type(config).__name__}")
         for name, reason in REFUSED_ARGUMENTS.items():
@@ -133,6 +134,7 @@ class Settings:
         else:
             config.max_new_tokens = new_tokens
         config.pad_token_id = pad_token_id
+        config.use_cache = True  # some models' own config says otherwise
         return config
 
     def as_json(self) -> dict[str, Any]:
