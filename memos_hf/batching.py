@@ -10,7 +10,6 @@ from dataclasses import replace
 from typing import Any
 
 from tqdm.auto import tqdm
-from tqdm.notebook import tqdm_notebook
 from transformers import PreTrainedModel
 
 from .batches.output_file import OutputFile
@@ -85,7 +84,8 @@ def generate_batch(
     Raises
     ------
     TypeError, ValueError
-        If an argument other than a single prompt is wrong, before anything is computed.
+        If an argument other than a single prompt is wrong, before anything is computed; what only `generate` checks,
+        such as the names of its options, at the first batch.
     """
     prompts = prompts_of(prompts)
     tokenizer = getattr(tokenizer, "tokenizer", tokenizer)
@@ -177,5 +177,9 @@ def _abilities(model: PreTrainedModel, cache: MemOSCache, settings: Settings) ->
 
 
 def _shows(progress: bool) -> bool:
-    """Whether there is somebody to look at a progress bar."""
-    return progress and (issubclass(tqdm, tqdm_notebook) or sys.stderr.isatty())
+    """Whether there is somebody to look at a progress bar: on a terminal or in a notebook."""
+    if not progress or sys.stderr.isatty():
+        return progress
+    from tqdm.notebook import tqdm_notebook  # imports IPython where it is installed
+
+    return issubclass(tqdm, tqdm_notebook)

@@ -99,15 +99,15 @@ def test_each_row_equals_its_run_alone(name, prefix):
 @pytest.mark.parametrize("name", ["mistral", "gemma3", "llama4"])
 def test_windows_and_chunks_share_a_prefix_among_rows_of_one_length(name):
     model = MODELS[name]() if name in MODELS else family(name)
-    prompts = prompts_of_lengths(5, 5, 5, 5, 9, 9, 9, prefix=40)
+    prompts = prompts_of_lengths(5, 5, 5, 5, 9, 9, 9, prefix=60)
     made = plan(
         [Request(index, None, tuple(ids), 12) for index, ids in enumerate(prompts)],
         Abilities.of(model, MemOSCache(model.config)),
         batch_size=8,
         share_prefix=True,
     )
-    assert len(made.prefix) == 40
-    assert [[len(request.token_ids) for request in batch] for batch in made.batches] == [[49] * 3, [45] * 4]
+    assert len(made.prefix) == 60
+    assert [[len(request.token_ids) for request in batch] for batch in made.batches] == [[69] * 3, [65] * 4]
     assert ids_of(batched(model, prompts)) == [alone(model, ids) for ids in prompts]
 
 
