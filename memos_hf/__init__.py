@@ -1,6 +1,8 @@
 """memos_hf: a KV cache for HuggingFace Transformers."""
 
 from .attention import interface
+from .batches.requests import BatchOutput
+from .batching import generate_batch
 from .blocks.budget import MemoryBudget
 from .cache import MemOSCache
 from .config import CacheOptions, KVQuantizationConfig, OffloadConfig
@@ -12,6 +14,7 @@ interface.register()
 __version__ = "0.1.0"
 
 __all__ = [
+    "BatchOutput",
     "CacheFileError",
     "CacheOptions",
     "CacheStats",
@@ -21,4 +24,5 @@ __all__ = [
     "MemoryBudget",
     "MemoryReport",
     "OffloadConfig",
+    "generate_batch",
 ]

@@ -358,7 +358,7 @@ class MemOSCache(DynamicCache):  # type: ignore[misc]
             layers = [layer for layer in self.layers if isinstance(layer, OffloadedLayer)]
             for layer in layers:
                 layer.undo_step = WeakMethod(self._undo_step)
-            lease.begin_step(layer.blocks_due(tokens) for layer in layers)
+            lease.begin_step(tokens, (layer.blocks_due(tokens) for layer in layers))
         try:
             states = self._update(key_states, value_states, layer_idx, *args, **kwargs)
         except OSError as error:
@@ -496,7 +496,8 @@ class MemOSCache(DynamicCache):  # type: ignore[misc]
         if self._shares_layers or self._updated_last in (None, layer_idx):
             return  # layers that share may read the one before again in the same step, and are to read it exact
         previous, layer = self.layers[self._updated_last], self.layers[layer_idx]
-        if isinstance(previous, BlockLayer) and previous.due_blocks >= PROMPT_BLOCKS:
+        least = 1 if self.options.lease is not None else PROMPT_BLOCKS  # within a budget tails are to be short
+        if isinstance(previous, BlockLayer) and previous.due_blocks >= least:
             if isinstance(layer, BufferedLayer):
                 layer.check_update(key_states, value_states)  # a refused update seals nothing
             previous.seal()

@@ -129,7 +129,7 @@ def memory_report(layers: Sequence[Any], lease: Lease | None = None) -> MemoryRe
             if isinstance(layer, BufferedLayer) and layer.is_initialized:
                 shared[str(layer.device)] += layer.shared_bytes
         if lease is not None:
-            for device, count in _storages(lease.staging_tensors(), seen):
+            for device, count in _storages(lease.budget.staging_tensors(), seen):
                 allocated[device] += count
             if lease.file.allocated_bytes:
                 allocated["disk"] = lease.file.allocated_bytes

@@ -8,7 +8,17 @@ from pathlib import Path
 import pytest
 
 EXAMPLES = Path(__file__).resolve().parent.parent / "examples"
-RUNNABLE = ["generate", "compare_dynamic_cache", "layouts", "growth", "gpu_check", "save_and_resume", "smollm2"]
+RUNNABLE = [
+    "generate",
+    "compare_dynamic_cache",
+    "layouts",
+    "growth",
+    "gpu_check",
+    "batch_dataset",
+    "batch_speed",
+    "save_and_resume",
+    "smollm2",
+]
 
 pytestmark = pytest.mark.slow
 

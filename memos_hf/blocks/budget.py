@@ -6,7 +6,7 @@ import logging
 import os
 import threading
 import weakref
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Hashable, Iterable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from functools import cached_property
 from typing import Any, Protocol
@@ -16,6 +16,7 @@ from accelerate.utils import convert_file_size_to_int, get_max_memory
 
 from .disk import BlockFile
 from .policies import PolicyName
+from .staging import Staging
 
 logger = logging.getLogger(__name__)
 
@@ -53,6 +54,7 @@ class MemoryBudget:
         self.max_memory = _in_bytes(max_memory if max_memory is not None else {})
         self.clock = 0  # steps that caches have taken
         self._leases: weakref.WeakSet[Lease] = weakref.WeakSet()
+        self._staging: dict[Hashable, Staging] = {}
         self._lock = threading.RLock()
 
     def limit(self, device: torch.device) -> int:
@@ -70,6 +72,17 @@ class MemoryBudget:
     def reader(self) -> ThreadPoolExecutor:
         """The thread that reads blocks ahead for all caches; it ends when they are gone."""
         return ThreadPoolExecutor(max_workers=1, thread_name_prefix="memos-reader")
+
+    def staging(self, key: Hashable, make: Callable[[], Staging]) -> Staging:
+        """The buffers through which blocks of one geometry pass; all caches on the budget use the same."""
+        with self._lock:
+            if key not in self._staging:
+                self._staging[key] = make()
+            return self._staging[key]
+
+    def staging_tensors(self) -> list[torch.Tensor]:
+        """What is allocated on devices for blocks on their way."""
+        return [tensor for staging in self._staging.values() for tensor in staging.tensors]
 
     def enter(self, lease: Lease) -> None:
         """Count a cache in."""
@@ -162,7 +175,6 @@ class Lease:
         self.file = BlockFile(folder)
         self.lock = threading.RLock()
         self.last_used = -STEPS_AT_WORK
-        self.shared: dict[Any, Any] = {}  # what layers of one geometry have together: staging buffers
         self._tenants: list[weakref.ref[Tenant]] = []
         self._order: dict[int, weakref.ref[Tenant]] = {}  # of each layer, by identity, the one that came after it
         self._last: weakref.ref[Tenant] | None = None
@@ -201,15 +213,13 @@ class Lease:
         after = self._order.get(id(tenant))
         return after() if after is not None else None
 
-    def staging_tensors(self) -> list[torch.Tensor]:
-        """What is allocated on devices for blocks on their way."""
-        return [tensor for staging in self.shared.values() for tensor in staging.tensors]
-
-    def begin_step(self, due: Iterable[tuple[int, int]]) -> None:
+    def begin_step(self, tokens: int, due: Iterable[tuple[int, int]]) -> None:
         """Note that the cache begins a step, and see to it that what it may have to write to disk fits there.
 
         Parameters
         ----------
+        tokens : int
+            New tokens of each row.
         due : iterable of (int, int)
             Of each layer, how many blocks that are, and the bytes of each.
 
@@ -224,7 +234,12 @@ class Lease:
                 records[size] = records.get(size, 0) + count
         for size, count in records.items():
             self.file.make_room(size, count)
+        was_idle = self.budget.clock - self.last_used >= STEPS_AT_WORK
         self.budget.step(self)
+        if tokens > 1 or was_idle:  # tails ask for no room, and are about to grow or to come back
+            for device in {tenant.device for tenant in self.tenants}:
+                if device is not None:
+                    self.budget.has_room(self, device, 0)
 
     def give_way(self, device: torch.device, wanted: int) -> int:
         """Move layers out until `wanted` bytes are free, unless the cache is in use; returns how many are.

@@ -15,7 +15,7 @@ import copy
 import logging
 import math
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -33,6 +33,8 @@ from .staging import Buffer, Place, Staging
 logger = logging.getLogger(__name__)
 
 HOST = torch.device("cpu")
+# So many blocks are copied at a time, where a pool is.
+COPIED_BLOCKS = 16
 
 
 @dataclass(slots=True)
@@ -177,13 +179,8 @@ class TieredPool(BlockPool):
             arriving = {blocks[row]: self._blocks[blocks[row]] for row in rows}
             self._arrive(arriving, [as_bytes(tensor)[index].view(tensor.dtype) for tensor in buffer.tensors])
 
-    def gather(self, role: Role, blocks: Sequence[int], through: Staging | None = None) -> dict[str, Tensor]:
+    def gather(self, role: Role, blocks: Sequence[int]) -> dict[str, Tensor]:
         """A copy of the encoded keys or values of `blocks`, `[len(blocks), …]` each, in that order.
-
-        Parameters
-        ----------
-        through : Staging, optional
-            Another cache's buffers, for a copy; what is read for others does not count.
 
         Raises
         ------
@@ -195,38 +192,42 @@ class TieredPool(BlockPool):
             name: torch.empty((len(blocks), *arena.shape[1:]), dtype=arena.dtype, device=self.device)
             for name, arena in arenas.items()
         }
-        here = [(row, slot) for row, block in enumerate(blocks) if (slot := self._blocks[block].slot) is not None]
-        used = dict.fromkeys(blocks[row] for row, _ in here)
-        if here:
-            rows, slots = torch.tensor(here, device=self.device).unbind(dim=1)
+        here: dict[int, list[int]] = {}  # of each block, where it goes
+        missing: dict[int, list[int]] = {}
+        for row, block in enumerate(blocks):
+            (missing if self._blocks[block].slot is None else here).setdefault(block, []).append(row)
+        self.count(list(here), len(missing))
+        places = [(row, self._blocks[block].slot) for block, rows in here.items() for row in rows]
+        if places:
+            rows, slots = torch.tensor(places, device=self.device).unbind(dim=1)
             for name, arena in arenas.items():
                 as_bytes(found[name])[rows] = as_bytes(arena)[slots]
-        rows_of: dict[int, list[int]] = {}
-        for row, block in enumerate(blocks):
-            if self._blocks[block].slot is None:
-                rows_of.setdefault(block, []).append(row)
-        if through is None:
-            self.count(list(used), len(rows_of))
-            self.bytes_moved += len(rows_of) * self.bytes_per_slot
-        for chunk in in_chunks(list(rows_of), (through or self.staging).slots if rows_of else 1):
-            staging = through or self.staging
-            buffer = staging.take(self, chunk)
+        for chunk, buffer in self._passing(list(missing)):
             for slot, block in enumerate(chunk):
                 for name, staged in (buffer.keys if role == "key" else buffer.values).items():
-                    as_bytes(found[name])[rows_of[block]] = as_bytes(staged)[slot]
-            staging.give_back(buffer)
+                    as_bytes(found[name])[missing[block]] = as_bytes(staged)[slot]
         return found
+
+    def _passing(self, blocks: list[int]) -> Iterator[tuple[tuple[int, ...], Buffer]]:
+        """Blocks that are not on the device, a few at a time in a buffer."""
+        if not blocks:
+            return
+        staging = self.staging
+        with staging.lock:
+            for chunk in in_chunks(blocks, staging.slots):
+                buffer = self.staged(chunk)
+                try:
+                    yield chunk, buffer
+                finally:
+                    staging.give_back(buffer)
 
     @property
     def staging(self) -> Staging:
-        """Buffers for blocks like these, which all layers of the cache that have such share."""
+        """Buffers for blocks like these; use them with their lock held."""
+        codecs, budget = (self.key_codec, self.value_codec), self.lease.budget
         key = (*map(str, (self.key_codec.spec, self.value_codec.spec, self.device)), self.heads, self.bytes_per_slot)
-        if key not in self.lease.shared:
-            codecs, budget = (self.key_codec, self.value_codec), self.lease.budget
-            limit = budget.limit(self.device)
-            self.lease.shared[key] = Staging(codecs, self.heads, self.device, budget.reader, limit)
-        staging: Staging = self.lease.shared[key]
-        return staging
+        limit = budget.limit(self.device)
+        return budget.staging(key, lambda: Staging(codecs, self.heads, self.device, budget.reader, limit))
 
     def staged(self, blocks: tuple[int, ...]) -> Buffer:
         """A buffer with blocks that are not on the device; see :meth:`Staging.take`."""
@@ -259,10 +260,8 @@ class TieredPool(BlockPool):
     def come_back(self) -> None:
         """Bring blocks back to the device, as far as there is room."""
         missing = [number for number, block in self._blocks.items() if block.slot is None]
-        for chunk in in_chunks(missing[: self._make_room(len(missing))], self.staging.slots):
-            buffer = self.staged(chunk)
+        for chunk, buffer in self._passing(missing[: self._make_room(len(missing))]):
             self.admit(chunk, buffer)
-            self.staging.give_back(buffer)
 
     def check_budget(self) -> None:
         """Raise a `ValueError` if the budget of the device is below one block."""
@@ -367,9 +366,9 @@ class TieredPool(BlockPool):
         twin = TieredPool(*codecs, self.heads, self.device, self.growth_factor, lease)
         memo[id(self)] = twin
         with lease.lock:
-            for chunk in in_chunks(list(self._blocks), twin.staging.slots if self._blocks else 1):
+            for chunk in in_chunks(list(self._blocks), COPIED_BLOCKS):
                 blocks = {number: TieredBlock(references=self._blocks[number].references) for number in chunk}
-                twin._put(blocks, self.gather("key", chunk, twin.staging), self.gather("value", chunk, twin.staging))
+                twin._put(blocks, self.gather("key", chunk), self.gather("value", chunk))
         return twin
 
 

@@ -14,6 +14,7 @@ from torch import Tensor
 
 from ..attention.dispatch import can_attend
 from ..attention.lazy import Role
+from ..attention.op import MOST_QUERIES
 from ..attention.parts import Part, attend_in_parts, attend_to_part
 from ..attention.reference import Exact, Sealed, Sinks
 from ..blocks.budget import Lease
@@ -85,6 +86,7 @@ class OffloadedLayer(BlockLayer):
         # What takes back a step of the cache that cannot be finished.
         self.undo_step: weakref.WeakMethod[Callable[[BaseException], None]] | None = None
         self._parked: ParkedTail | None = None
+        self._is_sealing = False
         self._past_counts = [0, 0, 0, 0]  # of pools that were made for other shapes
         super().__init__(options, quantization)
         self.lease.register(self)
@@ -113,7 +115,7 @@ class OffloadedLayer(BlockLayer):
     def check_update(self, key_states: Tensor, value_states: Tensor) -> None:
         """Raise if K and V cannot be appended to what is held, or if the budget is below one block."""
         super().check_update(key_states, value_states)
-        if self.is_empty:
+        if self.is_empty and key_states.device.type != "meta":  # of a file that is to be loaded, only shapes are shown
             self._new_pool(key_states, value_states).check_budget()
 
     def _new_pool(self, keys: Tensor, values: Tensor) -> TieredPool:
@@ -124,7 +126,8 @@ class OffloadedLayer(BlockLayer):
         if self._pool is None:
             self._pool = self._new_pool(*self.buffer.tensors)
         assert isinstance(self._pool, TieredPool)
-        self._pool.reserved_bytes = self.bytes_beside_blocks(self._pool.device)
+        tail = _bytes(self._buffer.tensors) * self._tail_after_sealing // max(self._buffer.capacity, 1)
+        self._pool.reserved_bytes = tail + _bytes(self._notes())
         return self._pool
 
     def _take_geometry(self, key_states: Tensor, value_states: Tensor) -> None:
@@ -164,7 +167,11 @@ class OffloadedLayer(BlockLayer):
         if self.lease.active_blocks is not None and not self.is_sliding:
             keys = self.buffer.view()[0][:, :, : count * self.block_size]
             bounds = KeyBounds.of(keys, self.block_size)
-        super().seal()
+        self._is_sealing = True
+        try:
+            super().seal()
+        finally:
+            self._is_sealing = False
         if bounds is not None:
             self._bounds = bounds if self._bounds is None else self._bounds.followed_by(bounds)
 
@@ -236,6 +243,8 @@ class OffloadedLayer(BlockLayer):
         active = self.lease.active_blocks
         if self._bounds is None or active is None or active >= len(self._entry_tokens):
             return None
+        if query.shape[2] > MOST_QUERIES:  # a prompt, whose queries would have to agree on a few blocks
+            return None
         return self._bounds.select(query, mask, self._entry_tokens, active)
 
     def _pieces(self, hidden: int, columns: list[list[int]] | None) -> list[_Piece]:
@@ -299,35 +308,39 @@ class OffloadedLayer(BlockLayer):
 
     def _parts(self, pieces: list[_Piece], tail: Exact, hidden: int, mask: Tensor | None) -> Iterator[Part]:
         """The parts of an attention call, one after the other; what comes later is read while one is computed."""
-        pool = self._slots()
-        staged = [piece.blocks for piece in pieces if not piece.is_resident]
-        if staged:
-            pool.staging.begin(pool, staged)
+        staged = [piece for piece in pieces if not piece.is_resident]
         tail_is_left = True
         for piece in pieces:
             if piece.is_resident:
-                joined = piece.is_uniform
-                yield self._part(piece, tail if joined else None, hidden, mask)
-                tail_is_left = tail_is_left and not joined
-                continue
-            buffer = pool.staged(piece.blocks)
-            staged.remove(piece.blocks)
-            try:
-                pool.staging.begin(pool, staged)
-                yield self._part(piece, None, hidden, mask, buffer)
-                pool.admit(piece.blocks, buffer)
-            finally:
-                pool.staging.give_back(buffer)
+                yield self._part(piece, tail if piece.is_uniform else None, hidden, mask)
+                tail_is_left = tail_is_left and not piece.is_uniform
         if tail_is_left:
             yield Part(tail, None, None, self._tail_positions(tail, hidden))
-        self._read_ahead()
+        if staged:
+            yield from self._staged_parts(staged, hidden, mask)
+
+    def _staged_parts(self, pieces: list[_Piece], hidden: int, mask: Tensor | None) -> Iterator[Part]:
+        pool = self._slots()
+        staging, left = pool.staging, [piece.blocks for piece in pieces]
+        with staging.lock:
+            for piece in pieces:
+                buffer = pool.staged(piece.blocks)
+                left.remove(piece.blocks)
+                try:
+                    staging.begin(pool, left)
+                    yield self._part(piece, None, hidden, mask, buffer)
+                    pool.admit(piece.blocks, buffer)
+                finally:
+                    staging.give_back(buffer)
+            self._read_ahead()
 
     def _read_ahead(self) -> None:
         """Begin to read what the layer after this one will stage, while this one's step goes on."""
         following = self.lease.following(self)
         if isinstance(following, OffloadedLayer) and (upcoming := following.upcoming()):
             pool = following._slots()
-            pool.staging.begin(pool, upcoming)
+            with pool.staging.lock:
+                pool.staging.begin(pool, upcoming)
 
     def upcoming(self) -> list[tuple[int, ...]]:
         """What the next attention call will stage, as far as is known."""
@@ -397,17 +410,18 @@ class OffloadedLayer(BlockLayer):
         return where
 
     def bytes_beside_blocks(self, device: torch.device) -> int:
-        """Bytes on `device` of what is not in blocks.
-
-        Of a tail that a prompt has filled, what is left when it has been sealed.
-        """
+        """Bytes on `device` of what is not in blocks; while a prompt is sealed, of what will be left of its tail."""
         if self.device != device:
             return 0
         tail = 0
         if self._buffer.allocated:
-            capacity = min(self._buffer.capacity, self.residual + 2 * self.block_size)
-            tail = capacity * int(sum(_bytes([half[:, :, :1]]) for half in self._buffer.tensors))
+            per_token = int(sum(_bytes([half[:, :, :1]]) for half in self._buffer.tensors))
+            tail = per_token * (self._tail_after_sealing if self._is_sealing else self._buffer.capacity)
         return tail + _bytes(self._notes())
+
+    @property
+    def _tail_after_sealing(self) -> int:
+        return min(self._buffer.capacity, self.residual + 2 * self.block_size)
 
     def _beside_blocks(self) -> list[Tensor]:
         """What is always on the device while the layer is: the tail, sinks and bounds."""
