@@ -207,7 +207,8 @@ def test_what_a_crop_shortened_stays_short(storage, path):
     loaded = assert_goes_on_alike(llama(), cache, path)
     loaded.crop(-30)
     cache.crop(-30)
-    assert_same_state(loaded, cache) if cache.options.quantization is None else None
+    lossless = cache.options.quantization is None and cache.options.offload is None
+    assert_same_state(loaded, cache) if lossless else None
 
 
 def test_padded_rows_keep_their_first_real_tokens(path):
