@@ -8,6 +8,7 @@ from .cache import MemOSCache
 from .config import CacheOptions, KVQuantizationConfig, OffloadConfig
 from .report import CacheStats, DeviceMemory, MemoryReport
 from .store import CacheFileError
+from .store.prefix import PrefixStore, PrefixStoreStats
 
 interface.register()
 
@@ -24,5 +25,7 @@ __all__ = [
     "MemoryBudget",
     "MemoryReport",
     "OffloadConfig",
+    "PrefixStore",
+    "PrefixStoreStats",
     "generate_batch",
 ]

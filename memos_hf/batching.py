@@ -26,6 +26,7 @@ from .batches.requests import (
 from .batches.runner import Runner, vocabulary_of
 from .batches.settings import Settings
 from .cache import MemOSCache
+from .store.prefix import PrefixStore
 
 
 def generate_batch(
@@ -40,6 +41,7 @@ def generate_batch(
     max_new_tokens: int | Sequence[int] | None = None,
     stop_strings: str | Sequence[Any] | None = None,
     output_file: str | os.PathLike[str] | None = None,
+    prefix_store: PrefixStore | None = None,
     **generate_kwargs: Any,
 ) -> list[BatchOutput]:
     """Generate from many prompts, in batches of about the same length; greedily, each row equals its run alone.
@@ -72,6 +74,9 @@ def generate_batch(
     output_file : path, optional
         Finished requests are appended to it, a JSON object a line. What is there already, from a run that was cut off,
         is not generated again if prompt, limits and generation options are the same; one file is for one model.
+    prefix_store : PrefixStore, optional
+        Of the same model. What all prompts begin with is looked up there, and kept there. Its `cache_options` count
+        where `cache_options` say nothing else.
     **generate_kwargs
         Of `generate`: `do_sample`, `num_return_sequences`, `num_beams`, `generation_config` and so on.
 
@@ -90,6 +95,8 @@ def generate_batch(
     prompts = prompts_of(prompts)
     tokenizer = getattr(tokenizer, "tokenizer", tokenizer)
     _check(model, tokenizer, batch_size, share_prefix=share_prefix, progress=progress)
+    if prefix_store is not None:
+        cache_options = {**_checked_store(prefix_store, model), **cache_options}
     settings = Settings.of(model, generate_kwargs, stops=stop_strings is not None)
     cache = MemOSCache.for_model(model, **cache_options)
     limits = limits_per_request(max_new_tokens, len(prompts))
@@ -112,7 +119,7 @@ def generate_batch(
             same_limit=settings.beams > 1,
             max_cache_len=cache.options.max_cache_len,
         )
-        runner = Runner(model, tokenizer, settings, cache_options, planned.prefix)
+        runner = Runner(model, tokenizer, settings, cache_options, planned.prefix, prefix_store)
         with tqdm(total=len(prompts), initial=len(done), unit="prompt", disable=not _shows(progress)) as bar:
             for batch in planned.batches:
                 for request, outputs in zip(batch, runner.run(batch), strict=True):
@@ -137,6 +144,17 @@ def _check(model: Any, tokenizer: Any, batch_size: Any, **switches: Any) -> None
     for name, value in switches.items():
         if not isinstance(value, bool):
             raise TypeError(f"{name}: expected True or False, got {value!r}")
+
+
+def _checked_store(store: Any, model: PreTrainedModel) -> Mapping[str, Any]:
+    """The cache options of a store of prefixes, which is to be that of the model."""
+    if not isinstance(store, PrefixStore):
+        raise TypeError(f"prefix_store: expected a PrefixStore, got {type(store).__name__}")
+    if store.model is not model:
+        raise ValueError(
+            f"prefix_store: expected a store of the model, got that of another {type(store.model).__name__}"
+        )
+    return store.cache_options or {}
 
 
 def _requests(

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import inspect
+import logging
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -12,9 +12,13 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from ..cache import MemOSCache
+from ..store.prefix import PrefixStore
+from ..store.reuse import read
 from .requests import BatchOutput, Request
 from .settings import Settings, cache_argument
 from .stopping import RowEnds, cut
+
+logger = logging.getLogger(__name__)
 
 
 @dataclass
@@ -26,9 +30,10 @@ class Runner:
     settings: Settings
     cache_options: Mapping[str, Any]
     prefix: tuple[int, ...]
+    prefix_store: PrefixStore | None = None
 
     def __post_init__(self) -> None:
-        self.prefix_cache = self._read(self.prefix) if self.prefix else None
+        self.prefix_cache = self._read_prefix() if self.prefix else None
         self.pad_token_id = self._pad_token_id()
 
     def run(self, batch: Sequence[Request]) -> list[list[BatchOutput]]:
@@ -82,14 +87,20 @@ class Runner:
             return MemOSCache.for_model(self.model, **self.cache_options)
         return self.prefix_cache.fork(repeats=rows)
 
-    @torch.no_grad()
-    def _read(self, token_ids: Sequence[int]) -> MemOSCache:
-        """A cache of one row that holds `token_ids`."""
-        cache = MemOSCache.for_model(self.model, **self.cache_options)
-        inputs: dict[str, Any] = {"input_ids": torch.tensor([token_ids], device=self.model.device), "use_cache": True}
-        if "logits_to_keep" in inspect.signature(self.model.forward).parameters:
-            inputs["logits_to_keep"] = 1
-        self.model(**inputs, **{cache_argument(self.model): cache})
+    def _read_prefix(self) -> MemOSCache:
+        """A cache of one row that holds the prefix, or as much of it as is known and the rest of it."""
+        if self.prefix_store is None:
+            cache, matched = MemOSCache.for_model(self.model, **self.cache_options), 0
+        else:
+            # Look-ups leave the last token to be computed; here there are always more behind the prefix.
+            behind = (*self.prefix, self.prefix[-1])
+            cache, matched = self.prefix_store.get(behind, cache_options=self.cache_options)
+        read(self.model, torch.tensor([self.prefix[matched:]], device=self.model.device), cache)
+        if self.prefix_store is not None and matched < len(self.prefix):
+            try:
+                self.prefix_store.put(self.prefix, cache)
+            except OSError as error:  # the answers do not need it
+                logger.warning("the prefix could not be written: %s", error)
         return cache
 
     def _pad_token_id(self) -> int:

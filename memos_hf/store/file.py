@@ -6,19 +6,21 @@ from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, replace
 from functools import partial
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 import transformers
 from torch import Tensor
 from transformers import PretrainedConfig
-from transformers.cache_utils import CacheLayerMixin, LinearAttentionCacheLayerMixin
+from transformers.cache_utils import CacheLayerMixin
 
 from ..config import CacheOptions, KVQuantizationConfig
 from ..layers import ContiguousLayer, convert
 from ..layers.state import LayerState
 from ..layers.upstream import adapted
 from ..placement import layer_devices
+from .cropping import HOLDING, saved_can_be_cropped
 from .fingerprint import Fingerprint
 from .places import AnyPath, reading, writing
 from .tensors import CacheFileError, Group, TensorFile, write_tensors
@@ -41,8 +43,6 @@ SAVED_OPTIONS = (
 )
 # Those that say in what form the tokens are in the file.
 FIXED_OPTIONS = ("quantization", "block_size", "static")
-# Layers that hold something of their own; those that share what others hold are of neither kind.
-HOLDING = (CacheLayerMixin, LinearAttentionCacheLayerMixin)
 # The group of tensors behind those of the layers.
 IDS = "input_ids"
 
@@ -52,7 +52,7 @@ def save(cache: MemOSCache, path: AnyPath, *, input_ids: Tensor | None = None, m
     """Save a cache; see :meth:`~memos_hf.MemOSCache.save`."""
     groups: list[Group] = [partial(_layer_group, adapted(layer).state) for layer in _without_sharing(cache.layers)]
     if input_ids is not None:
-        ids = _checked_ids(input_ids, cache)
+        ids = checked_ids(input_ids, cache)
         groups.append(lambda: ({"kind": IDS}, {IDS: ids}))
     fingerprint = cache.fingerprint if model is None else Fingerprint.of_model(_checked_model(model))
     document = {
@@ -97,6 +97,25 @@ def load_input_ids(path: AnyPath) -> Tensor | None:
     with reading(path) as local, TensorFile(local, str(path)) as file:
         saved = SavedCache(file)
         return file.read(len(saved.layers))[IDS].clone() if saved.ids_shape is not None else None
+
+
+def load_prefix(local: Path, name: str) -> tuple[Tensor, bool]:
+    """Of a file with its header and its last tensor, the ids, int64 `[1, tokens]`, and whether it can be cropped.
+
+    Raises
+    ------
+    OSError, CacheFileError
+        As :meth:`~memos_hf.MemOSCache.load` does; also if it is no cache of one row with its ids.
+    """
+    with TensorFile(local, name) as file:
+        saved = SavedCache(file)
+        if saved.ids_shape is None or len(saved.ids_shape) != 2 or saved.ids_shape[0] != 1 or not saved.ids_shape[1]:
+            raise CacheFileError(f"{name}: expected the token ids of one row, got {saved.ids_shape}")
+        try:
+            croppable = saved_can_be_cropped(saved.layers)
+        except ValueError as error:
+            raise CacheFileError(f"{name}: {error}") from None
+        return file.read(len(saved.layers))[IDS].clone(), croppable
 
 
 class SavedCache:
@@ -246,7 +265,7 @@ def _checked_model(model: Any) -> Any:
     return model
 
 
-def _checked_ids(input_ids: Any, cache: MemOSCache) -> Tensor:
+def checked_ids(input_ids: Any, cache: MemOSCache) -> Tensor:
     """int64 ids `[batch, tokens]` of the tokens that are cached; those behind them are left out."""
     if not isinstance(input_ids, Tensor) or input_ids.is_floating_point() or input_ids.dtype == torch.bool:
         kind = input_ids.dtype if isinstance(input_ids, Tensor) else type(input_ids).__name__

@@ -32,12 +32,12 @@ def writing(path: AnyPath) -> Iterator[BinaryIO]:
     ImportError
         If `path` is a URL and fsspec, or what it needs for this kind of URL, is not installed.
     """
-    if not _is_url(path):
+    if not is_url(path):
         with _replacing(_local(path)) as file:
             yield file
         return
-    files, name = _remote(path)
-    with _temporary() as (local, file):
+    files, name = remote(path)
+    with temporary() as (local, file):
         yield file
         file.flush()
         files.put_file(str(local), name)
@@ -46,16 +46,29 @@ def writing(path: AnyPath) -> Iterator[BinaryIO]:
 @contextmanager
 def reading(path: AnyPath) -> Iterator[Path]:
     """A local file with what is at `path`, for the length of the block. Errors as for `writing`."""
-    if not _is_url(path):
+    if not is_url(path):
         yield _local(path)
         return
-    files, name = _remote(path)
-    with _temporary() as (local, _):
+    files, name = remote(path)
+    with temporary() as (local, _):
         files.get_file(name, str(local))
         yield local
 
 
-def _is_url(path: AnyPath) -> bool:
+@contextmanager
+def locked(path: Path) -> Iterator[None]:
+    """While the file at `path`, made if there is none, is locked against others: threads and processes.
+
+    A lock ends with its process, however that ends. Where there are no locks, or none on this file system, it is not
+    waited for anybody.
+    """
+    with open(path, "ab") as file:
+        _lock(file, wait=True)
+        yield
+
+
+def is_url(path: AnyPath) -> bool:
+    """Whether a path is for fsspec."""
     return isinstance(path, str) and "://" in path and not path.startswith("file://")
 
 
@@ -65,7 +78,8 @@ def _local(path: AnyPath) -> Path:
     return Path(str(path).removeprefix("file://"))
 
 
-def _remote(url: AnyPath) -> tuple[Any, str]:
+def remote(url: AnyPath) -> tuple[Any, str]:
+    """The file system of fsspec that `url` is in, and what `url` is called there."""
     try:
         core = import_module("fsspec.core")
     except ImportError:
@@ -75,7 +89,7 @@ def _remote(url: AnyPath) -> tuple[Any, str]:
 
 
 @contextmanager
-def _temporary() -> Iterator[tuple[Path, BinaryIO]]:
+def temporary() -> Iterator[tuple[Path, BinaryIO]]:
     """A local file for the length of the block, which nobody else can read."""
     folder = Path(tempfile.gettempdir())
     remove_abandoned(folder)
