@@ -23,7 +23,7 @@ from memos_hf.bench.results import Comparison, Measurement, Place
 from memos_hf.bench.shapes import SHAPES, random_model, shape_config
 from memos_hf.bench.suite import QUICK, GpuSuite
 from memos_hf.bench.timing import device_times, interleave
-from memos_hf.contenders import CONTENDERS, available
+from memos_hf.contenders import CONTENDERS, Room, available
 from memos_hf.output import JsonReport
 
 CPU = torch.device("cpu")
@@ -423,7 +423,7 @@ def test_a_cache_that_raises_does_not_take_the_others_with_it(monkeypatch):
 def test_a_filled_cache_takes_no_more_than_was_reckoned():
     config = shape_config("smollm2-135m", layers=4)
     for name in end_to_end.SHARE_OF_FULL_PRECISION:
-        cache = CONTENDERS[name].make(config, 0)
+        cache = CONTENDERS[name].make(config, Room(0))
         place = Place(4000, 1)
         end_to_end.fill(cache, config, place, CPU, torch.bfloat16, piece=500)
         assert cache.get_seq_length() == 4000

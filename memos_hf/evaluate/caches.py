@@ -24,3 +24,8 @@ def bytes_ratio(cache: Cache) -> float | None:
     if isinstance(cache, MemOSCache):
         return cache.memory().ratio
     return 1.0 if type(cache) is DynamicCache else None
+
+
+def reads(cache: Cache) -> tuple[int, int]:
+    """Blocks that an offloaded cache has read on the device, and from below it; of others none."""
+    return (cache.stats.hits, cache.stats.misses) if isinstance(cache, MemOSCache) else (0, 0)

@@ -12,7 +12,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from ..arguments import at_least_zero, count, output_file, positive_int, share
 from ..config import PRESETS
-from ..contenders import CONTENDERS, REFERENCE, available
+from ..contenders import NAMES, REFERENCE, Room, available
 from ..output import JsonReport, environment, print_rows, say
 from .generation import long_generation
 from .haystack import DEPTHS, found_by_depth, needle
@@ -44,7 +44,7 @@ def add_command(commands: Any) -> None:
         nargs="+",
         metavar="NAME",
         default=[f"memos-{preset}" for preset in PRESETS],
-        help=f"some of {', '.join(CONTENDERS)} (%(default)s)",
+        help=f"some of {NAMES} (%(default)s)",
     )
     parser.add_argument("--tokens", type=count, default=2048, help="of the text to read, or 0 (%(default)s)")
     parser.add_argument("--skip", type=count, default=256, help="first positions that are not counted (%(default)s)")
@@ -99,7 +99,8 @@ class _Measurements:
         contenders, left_out = available(options.caches, self.model.config, self.model.device)
         for name, reason in left_out.items():
             say(f"left out: {name}: {reason}")
-        room = max(options.tokens, options.prompt + options.generate, PROMPT_ROOM + max(options.needle, default=0))
+        tokens = max(options.tokens, options.prompt + options.generate, PROMPT_ROOM + max(options.needle, default=0))
+        room = Room(tokens, device=self.model.device, dtype=self.model.dtype)
         self.caches = {
             name: partial(contender.make, self.model.config, room)
             for name, contender in contenders.items()
