@@ -216,9 +216,7 @@ class MemOSCache(DynamicCache):  # type: ignore[misc]
         if self.options.quantization is not None:
             raise ValueError(f"quantize: the cache is quantized already, by {self.options.quantization}")
         if self.options.offload is not None:
-            raise ValueError(
-                "quantize: blocks of an offloaded cache do not change; give it quantization= when it is made"
-            )
+            raise ValueError("quantize: expected a cache that is not offloaded; those are made with quantization=")
         options = replace(self.options, quantization=KVQuantizationConfig.of(quantization))
         refuse_combinations(quantization=True, offloading=self.offloading)
         kinds = ContiguousLayer, SlidingLayer

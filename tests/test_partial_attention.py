@@ -194,6 +194,16 @@ def test_the_log_sum_exp_is_that_of_the_scores(kernel, softcap):
         torch.testing.assert_close(log_sum_exp.double(), expected.logsumexp(dim=-1), atol=1e-5, rtol=1e-5)
 
 
+@needs_numba
+@pytest.mark.parametrize("threads", [2, 5])
+def test_threads_that_share_a_part_write_one_log_sum_exp(monkeypatch, threads):
+    monkeypatch.setattr(torch, "get_num_threads", lambda: threads)
+    shape = {"batch": 1, "kv_heads": 3, "group": 3, "queries": 2, "block": 128, "entries": 30, "tail": 130}
+    case = Case(("int4 channel 8 hadamard", "int8 token"), **shape)
+    check(case, [11], case.mask("boolean"))
+    check(case, [11], case.mask("additive"), head_sinks=case.normal(case.heads), separate_tail=False)
+
+
 def test_a_part_without_tokens_has_no_share(kernel):
     case = Case(batch=1)
     output, log_sum_exp = partial_attention(case.query, None, entries_of(case, 1, 1), case.sinks, None, 0.25)

@@ -15,7 +15,7 @@ from reference_cache import ReferenceCache
 from tiny import LOSSY, SHORT, dynamic, forward, generate, llama, random_states, token_ids
 from transformers import EncoderDecoderCache
 
-from memos_hf import KVQuantizationConfig, MemOSCache
+from memos_hf import KVQuantizationConfig, MemOSCache, OffloadConfig
 from memos_hf.blocks.codecs import BlockCodec
 from memos_hf.blocks.pool import BlockPool
 from memos_hf.config import PRESETS
@@ -35,9 +35,9 @@ def subject(family: Family) -> Subject:
     return Subject(family.build(), family.encoder_features)
 
 
-def cache_for(model: Subject, quantization: KVQuantizationConfig):
+def cache_for(model: Subject, quantization: KVQuantizationConfig, **options):
     def build():
-        return blocks(model.model, quantization)
+        return blocks(model.model, quantization, **options)
 
     return EncoderDecoderCache(build(), build()) if model.is_encoder_decoder else build()
 
@@ -45,16 +45,17 @@ def cache_for(model: Subject, quantization: KVQuantizationConfig):
 @pytest.mark.parametrize(
     "way", ["greedy", "beams", "left_padding", "second_turn", "prompt_lookup", "assisted", "pieces"]
 )
+@pytest.mark.parametrize("offload", [None, OffloadConfig({"cpu": 9_000})], ids=["resident", "offloaded"])
 @pytest.mark.parametrize("family", FAMILIES, ids=lambda family: family.name)
-def test_full_precision_blocks_give_what_dynamic_cache_gives(family, way):
+def test_full_precision_blocks_give_what_dynamic_cache_gives(family, offload, way):
     model, run = subject(family), getattr(families, way)
     try:
         expected = run(model, model.dynamic_cache())
     except ValueError:  # stateful models refuse drafts; test_families says which
         with pytest.raises(ValueError):
-            run(model, cache_for(model, LOSSLESS))
+            run(model, cache_for(model, LOSSLESS, offload=offload))
         return
-    cache = cache_for(model, LOSSLESS)
+    cache = cache_for(model, LOSSLESS, offload=offload)
     torch.testing.assert_close(run(model, cache), expected, rtol=1e-4, atol=1e-4)
     # T5's draft is right at once: no update comes that could seal
     assert seals_if_it_can(cache) or (family.name, way) == ("t5", "assisted")

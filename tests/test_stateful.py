@@ -9,7 +9,7 @@ from side_by_side import MODES, SideBySide
 from tiny import SHAPE
 from transformers import DynamicCache, Gemma3TextConfig
 
-from memos_hf import KVQuantizationConfig, MemOSCache
+from memos_hf import KVQuantizationConfig, MemoryBudget, MemOSCache, OffloadConfig
 
 HEADS, KEY_DIM, VALUE_DIM = 2, 5, 8
 # The second window is so long that some of it lies in sealed blocks.
@@ -33,13 +33,16 @@ class TwoCaches(SideBySide):
         config=st.sampled_from([SHORT_WINDOW, LONG_WINDOW, FULL_ONLY, None]),
         batch=st.integers(1, 3),
         record=st.booleans(),
-        sealed=st.booleans(),
+        kind=st.sampled_from(["buffers", "blocks", "offloaded"]),
+        policy=st.sampled_from(["pin", "lru"]),
     )
-    def build(self, capacity, factor, layout, config, batch, record, sealed):
+    def build(self, capacity, factor, layout, config, batch, record, kind, policy):
         self.config, self.batch, self.record = config, batch, record
         self.options = {"initial_capacity": capacity, "growth_factor": factor, "layout": layout}
-        if sealed:
+        if kind != "buffers":
             self.options |= {"layout": "head_major", "quantization": LOSSLESS, "block_size": 8}
+        if kind == "offloaded":
+            self.options["offload"] = OffloadConfig(MemoryBudget({"cpu": 20_000}), policy=policy)
         self.ours = MemOSCache(config, **self.options)
         self.theirs = self.fresh_theirs()
         if record:
@@ -92,6 +95,14 @@ class TwoCaches(SideBySide):
             return False
         held = min(layer.keys.shape[2] for layer in self.ours.layers)
         return not self.record or held - tokens < min(self.length() - tokens, self.config.sliding_window - 1)
+
+    @precondition(lambda self: "offload" in self.options)
+    @rule(prefetch=st.booleans())
+    def move(self, prefetch):
+        if prefetch:
+            self.ours.prefetch_all()
+        else:
+            self.ours.offload_all()
 
     @rule()
     def convert_there_and_back(self):

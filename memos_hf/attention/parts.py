@@ -7,9 +7,9 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from .dispatch import MOST_QUERIES, attend_in_place
+from .dispatch import attend_in_place
 from .merge import Merge
-from .op import partial_attention
+from .op import MOST_QUERIES, partial_attention
 from .reference import Exact, Sealed, Sinks
 
 

@@ -57,7 +57,8 @@ class Sealed:
         `starts[b, e + 1] - 1`, the first ones of its block. Token 0 is the first that is visible, the one that masks
         begin with. Tokens at negative positions have left a sliding window and are not read: part of an entry may lie
         there, or all of it. So the first number is at most 0, and the last, at least 0, is the row's count of sealed
-        tokens, behind which its tail begins.
+        tokens, behind which its tail begins. Only a part of a row begins later: some entries, with positions unchanged;
+        and only a part that no tail follows may lie before 0 altogether.
     """
 
     key_codec: BlockCodec

@@ -159,7 +159,7 @@ def _enlarge(file: int, size: int, more: int) -> None:
 
 
 def _transfer(call: object, file: int, offset: int, pieces: list[memoryview], what: str) -> None:
-    pieces = list(pieces)
+    pieces = [piece for piece in pieces if len(piece)]
     while pieces:
         count = call(file, pieces[:PIECES_PER_CALL], offset)  # type: ignore[operator]
         if count == 0:

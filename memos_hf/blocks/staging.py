@@ -25,8 +25,14 @@ Place = tuple["HostBlocks | BlockFile", int]
 class Buffer:
     """Slots for a few blocks, with the arenas' layout: `keys` and `values` by name, `[slots, …]` each."""
 
-    def __init__(self, codecs: tuple[BlockCodec, BlockCodec], heads: int, slots: int, device: torch.device) -> None:
-        pinned = device.type == "cpu" and torch.cuda.is_available()
+    def __init__(
+        self,
+        codecs: tuple[BlockCodec, BlockCodec],
+        heads: int,
+        slots: int,
+        device: torch.device,
+        pinned: bool = False,
+    ) -> None:
         with torch.inference_mode(False):
             self.keys, self.values = (
                 {
@@ -80,7 +86,7 @@ class Staging:
         self._free = list(self.buffers)
         self._bounce: Buffer | None = None
         if device.type != "cpu":
-            self._bounce = Buffer(codecs, heads, self.slots, torch.device("cpu"))
+            self._bounce = Buffer(codecs, heads, self.slots, torch.device("cpu"), pinned=device.type == "cuda")
         self._coming: dict[tuple[int, ...], tuple[Buffer, Future[torch.cuda.Event | None]]] = {}
 
     @property
@@ -104,7 +110,8 @@ class Staging:
         OSError
             If they could not be read.
         """
-        if blocks not in self._coming:
+        was_ahead = blocks in self._coming
+        if not was_ahead:
             if not self._free:  # what was read ahead is not what is needed: the oldest makes room
                 self._drop(next(iter(self._coming)))
             self._start(source, blocks)
@@ -113,6 +120,8 @@ class Staging:
             done = coming.result()
         except BaseException:
             self._free.append(buffer)
+            if was_ahead:  # whatever stood against it then may be over
+                return self.take(source, blocks)
             raise
         if done is not None:
             torch.cuda.current_stream(self.device).wait_event(done)
@@ -123,11 +132,6 @@ class Staging:
         if self.device.type == "cuda":
             buffer.free_since = torch.cuda.current_stream(self.device).record_event()
         self._free.append(buffer)
-
-    def forget(self) -> None:
-        """Wait for what is on its way, and drop it."""
-        for blocks in list(self._coming):
-            self._drop(blocks)
 
     def _drop(self, blocks: tuple[int, ...]) -> None:
         buffer, coming = self._coming.pop(blocks)
