@@ -100,7 +100,8 @@ def memory_bytes(cache: Cache) -> int:
     if not isinstance(cache, MemOSCache):
         return held_bytes(cache)
     found = cache.memory().by_device
-    return found[next((name for name in found if name not in ("cpu", "disk")), "cpu")].allocated_bytes
+    device = next((name for name in found if name not in ("cpu", "disk")), "cpu")
+    return found[device].allocated_bytes if device in found else 0
 
 
 def caches_to_compare(config: PretrainedConfig, room: Room, options: argparse.Namespace) -> dict[str, Cache]:

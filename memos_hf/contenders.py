@@ -162,8 +162,8 @@ CONTENDERS: dict[str, Contender] = {
 }
 
 
-# What `--caches` takes, in words.
-NAMES = f"{', '.join(CONTENDERS)}, memos-active-N for any N"
+# What `--caches` takes; N is any number of blocks.
+NAMES = (*CONTENDERS, "memos-active-N")
 
 
 def contender(name: str) -> Contender:

@@ -44,7 +44,7 @@ def add_command(commands: Any) -> None:
         nargs="+",
         metavar="NAME",
         default=[f"memos-{preset}" for preset in PRESETS],
-        help=f"some of {NAMES} (%(default)s)",
+        help=f"some of {', '.join(NAMES)} (%(default)s)",
     )
     parser.add_argument("--tokens", type=count, default=2048, help="of the text to read, or 0 (%(default)s)")
     parser.add_argument("--skip", type=count, default=256, help="first positions that are not counted (%(default)s)")
