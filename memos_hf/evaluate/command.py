@@ -49,6 +49,12 @@ def add_command(commands: Any) -> None:
     parser.add_argument("--tokens", type=count, default=2048, help="of the text to read, or 0 (%(default)s)")
     parser.add_argument("--skip", type=count, default=256, help="first positions that are not counted (%(default)s)")
     parser.add_argument("--chunk", type=positive_int, default=64, help="tokens in one call of the model (%(default)s)")
+    parser.add_argument(
+        "--skipped-chunk",
+        type=positive_int,
+        metavar="CHUNK",
+        help="tokens in one call while none of the text counts, where --chunk is 1, say (as --chunk)",
+    )
     parser.add_argument("--generate", type=count, default=0, metavar="TOKENS", help="to generate, such as 500")
     parser.add_argument("--prompt", type=positive_int, default=512, help="tokens of the text before them (%(default)s)")
     parser.add_argument(
@@ -114,7 +120,8 @@ class _Measurements:
 
     def read(self) -> Report:
         ids = self.ids[:, : self.options.tokens]
-        qualities = evaluate(self.model, ids, self.caches, skip=self.options.skip, **self.common)
+        skipped = {"skip": self.options.skip, "skipped_chunk": self.options.skipped_chunk}
+        qualities = evaluate(self.model, ids, self.caches, **skipped, **self.common)
         rows = [quality.row() for quality in qualities]
         _print(f"Reading {self.options.tokens} tokens", rows)
         return {"quality": rows}

@@ -13,7 +13,7 @@ from tqdm.auto import tqdm
 from transformers import Cache, PreTrainedModel
 
 from .agreement import Agreement
-from .caches import CacheFactory, bytes_ratio, reads, with_reference
+from .caches import CacheFactory, Reads, bytes_ratio, with_reference
 from .model_calls import check_at_least_one, next_log_probs
 
 NGRAM = 4
@@ -157,7 +157,7 @@ def long_generation(
     mask = attention_mask
     with torch.inference_mode():
         runs = [
-            _Run(name, _Stream(cache, next_log_probs(model, cache, input_ids, mask, chunk=chunk)), reads(cache))
+            _Run(name, _Stream(cache, next_log_probs(model, cache, input_ids, mask, chunk=chunk)), Reads(cache))
             for name, make in with_reference(model, caches).items()
             for cache in [make()]
         ]
@@ -194,7 +194,7 @@ class _Run:
 
     name: str
     forced: _Stream
-    before: tuple[int, int]  # blocks that the prompt read on the device and below
+    reads: Reads  # after the prompt
     free: _Stream | None = None  # once it is another way than the forced one
     own: list[Tensor] = field(default_factory=list)
     windows: list[Window] = field(default_factory=list)
@@ -214,7 +214,6 @@ class _Run:
     def result(self, reference: _Run) -> LongGeneration:
         generated = torch.stack(self.own, dim=1)
         equal = (generated == torch.stack(reference.own, dim=1)).double()
-        hits, misses = (now - then for now, then in zip(reads(self.forced.cache), self.before, strict=True))
         return LongGeneration(
             cache=self.name,
             generated=generated.cpu(),
@@ -222,7 +221,7 @@ class _Run:
             common_prefix=float(equal.cumprod(1).sum(1).mean()),
             same=float(equal.mean()),
             ratio=bytes_ratio((self.free or self.forced).cache),
-            hit_rate=hits / (hits + misses) if hits + misses else None,
+            hit_rate=self.reads.hit_rate(),
         )
 
 
