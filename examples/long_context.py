@@ -1,7 +1,7 @@
 """A document that is far longer than the memory for its cache, read and continued as if there were room for all of it.
 
 A MemOSCache without a limit, and offloaded ones that may have a share of its bytes in memory and keep the rest on disk
-(beside a GPU, in host memory first), all read the document and then decode in turn:
+(beside a GPU, in host memory first), read the document and then decode, all of them in turn:
 
     python examples/long_context.py --tokens 3000 --share 0.4 --png memory.png
 """
@@ -122,19 +122,22 @@ def is_exact(cache: Cache) -> bool:
 
 
 def measure(model: PreTrainedModel, ids: Tensor, caches: dict[str, Cache], new_tokens: int) -> dict[str, Reader]:
-    """Have every cache read all of `ids`, one after the other, and decode, in turn."""
+    """Have every cache read all of `ids`, a chunk each in turn, and then decode, a token each in turn."""
     quiet = not sys.stderr.isatty()
     with torch.inference_mode():
         warm_up = Decoder(model, MemOSCache(model.config))
         warm_up.feed(ids[:, :CHUNK])  # thread pools and kernels are made where nothing is measured
         del warm_up
         readers = {name: Reader(Decoder(model, cache), is_exact(cache)) for name, cache in caches.items()}
+        caches.clear()
         chunks = ids.split(CHUNK, dim=1)
         with tqdm(total=len(chunks) * len(readers) + new_tokens, desc="chunks and steps", disable=quiet) as progress:
-            for reader in readers.values():
-                for chunk in chunks:
+            order = list(readers.values())
+            for chunk in chunks:
+                for reader in order:
                     reader.read(chunk)
                     progress.update()
+                order.append(order.pop(0))
 
             def watched() -> Iterator[int]:
                 for index in range(new_tokens):
@@ -144,7 +147,7 @@ def measure(model: PreTrainedModel, ids: Tensor, caches: dict[str, Cache], new_t
                     progress.update()
 
             times = decode_in_turn({name: reader.decoder for name, reader in readers.items()}, watched(), ids.device)
-        caches.clear()
+        order.clear()
         for name, reader in readers.items():
             reader.step_ms = times[name]
             reader.close()
