@@ -6,6 +6,7 @@ import argparse
 
 from .bench.command import add_command as add_bench
 from .evaluate.command import add_command as add_eval
+from .store.command import add_command as add_inspect
 
 
 def main(arguments: list[str] | None = None) -> None:
@@ -14,6 +15,7 @@ def main(arguments: list[str] | None = None) -> None:
     commands = parser.add_subparsers(dest="command", required=True)
     add_eval(commands)
     add_bench(commands)
+    add_inspect(commands)
     options = parser.parse_args(arguments)
     options.run(options)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
@@ -25,13 +26,16 @@ from transformers.utils.generic import is_flash_attention_requested
 
 from .blocks.budget import Lease
 from .config import CacheOptions, KVQuantizationConfig, Layout, OffloadConfig, Preset, refuse_combinations
-from .layers import BlockLayer, BufferedLayer, ContiguousLayer, OffloadedLayer, SlidingLayer, convert
+from .layers import BlockLayer, BufferedLayer, ContiguousLayer, OffloadedLayer, convert
 from .layers.base import check_ceiling
 from .layers.blocks import PROMPT_BLOCKS
 from .layers.static import StaticRoom, prepare_static
 from .layers.upstream import UpstreamLayer, adapted
 from .placement import expected_states
 from .report import CacheStats, MemoryReport, cache_stats, format_bytes, memory_report
+from .store import file as store_file
+from .store.fingerprint import Fingerprint
+from .store.places import AnyPath
 
 
 class MemOSCache(DynamicCache):  # type: ignore[misc]
@@ -89,6 +93,7 @@ class MemOSCache(DynamicCache):  # type: ignore[misc]
 
     # Makes the layers that are added as they are updated; `None` where the config said which there are.
     layer_class_to_replicate: Any
+    layers: list[Any]
 
     def __init__(
         self,
@@ -134,8 +139,12 @@ class MemOSCache(DynamicCache):  # type: ignore[misc]
             # Only says that layers are added as they are updated: `update` does so itself, as it knows their index.
             self.layer_class_to_replicate = ContiguousLayer
         self._updated_last: int | None = None
+        self._has_blocks = self.options.quantization is not None or offload is not None
+        self._owners = 1  # 0: released
         self._step: list[tuple[int, int]] = []  # of the layers that have its tokens: index and how many they are
         self._torn: BaseException | None = None  # why layers differ in length
+        # What is known of the model whose keys and values these are; goes into files.
+        self.fingerprint = Fingerprint() if config is None else Fingerprint.of_config(config)
         self._shares_layers = config is not None and _shares_layers(config)
         self._static_room = StaticRoom(max_cache_len) if static and max_cache_len is not None else None
         for layer_idx, states in enumerate(data or ()):
@@ -162,6 +171,7 @@ class MemOSCache(DynamicCache):  # type: ignore[misc]
         ):
             raise ValueError(f"batch_size: expected an int of at least 1 or None, got {batch_size!r}")
         cache = cls(model.config, **options)
+        cache.fingerprint = Fingerprint.of_model(model)
         for layer_idx, states in expected_states(model, batch_size) if batch_size is not None else ():
             layer = cache.layers[layer_idx] if layer_idx < len(cache.layers) else None
             if not getattr(layer, "supports_early_init", False):
@@ -200,7 +210,72 @@ class MemOSCache(DynamicCache):  # type: ignore[misc]
         ]
         if cache.layer_class_to_replicate is None:
             result.layer_class_to_replicate = None
+        if isinstance(cache, MemOSCache):
+            result.fingerprint = cache.fingerprint
         return result
+
+    def save(self, path: AnyPath, *, input_ids: Tensor | None = None, model: PreTrainedModel | None = None) -> None:
+        """Save all that is cached in one file, encoded blocks as they are, about as large as what is valid.
+
+        The file is safetensors with a JSON document, every byte of it under a checksum; nothing is pickled. It appears
+        at `path` whole: should the process be killed, what was there before is there still, and what it left behind is
+        removed at the next save into that folder.
+
+        Beside the cache goes what is known of its model, so that `load` can refuse another one. Of a cache from
+        `for_model` that is its config, dtype, a sample of its weights and its active adapters, as they were when the
+        cache was made. Of `MemOSCache(config)` it is the config alone, and without a config nothing: `model` says it
+        then. Of an `EncoderDecoderCache`, save its two caches.
+
+        Parameters
+        ----------
+        path : str or path-like
+            A file in a folder that exists, or a URL that fsspec knows (`s3://`, `gs://`, `hf://`, …).
+        input_ids : Tensor, optional
+            Ids of the cached tokens, `[batch, tokens]`, for :func:`memos_hf.store.load_input_ids`; ids behind them, as
+            the last one that `generate` returns, are left out.
+        model : PreTrainedModel, optional
+            The model that computed the cache, as it is now.
+
+        Raises
+        ------
+        OSError
+            If it cannot be written; what was at `path` is there still.
+        TypeError, ValueError
+            If `input_ids` are not those of what is cached, or `model` is no model.
+        """
+        store_file.save(self, path, input_ids=input_ids, model=model)
+
+    @classmethod
+    def load(cls, path: AnyPath, model: PreTrainedModel, *, verify: bool = True, **options: Any) -> MemOSCache:
+        """A cache from a file that `save` wrote, each layer on the device where `model` computes its attention.
+
+        All that the file says is checked before anything is built: format, shapes, lengths, and config, dtype, weights
+        and adapters of the model as far as `save` knew them. Files of other kinds, pickles and those of `torch.save`
+        among them, are refused unread, as to unpickle a file is to run what its author put there.
+
+        Parameters
+        ----------
+        path : str or path-like
+            A file, or a URL that fsspec knows.
+        model : PreTrainedModel
+            The model to go on with.
+        verify : bool
+            Hold each tensor against its checksum before it is used. Without, a damaged tensor goes unnoticed.
+        **options
+            As for the constructor, in place of those that the cache was saved with. `quantization`, `block_size` and
+            `static` say in what form the file is, and must be the same if they are given.
+
+        Raises
+        ------
+        OSError
+            If the file cannot be read.
+        CacheFileError
+            A `ValueError`: if it is no such file, is damaged or cut off, or is that of another model, saying which of
+            its config, number of layers or heads, dtype, weights or adapters differ.
+        ValueError, TypeError
+            If `options` are not possible or not those of the file.
+        """
+        return store_file.load(cls, path, model, verify=verify, options=options)
 
     def quantize(self, quantization: KVQuantizationConfig | Preset) -> None:
         """Turn this cache, filled or not, into a quantized one, a layer at a time.
@@ -219,14 +294,13 @@ class MemOSCache(DynamicCache):  # type: ignore[misc]
             raise ValueError("quantize: expected a cache that is not offloaded; those are made with quantization=")
         options = replace(self.options, quantization=KVQuantizationConfig.of(quantization))
         refuse_combinations(quantization=True, offloading=self.offloading)
-        kinds = ContiguousLayer, SlidingLayer
-        exact = {index: layer for index, layer in enumerate(self.layers) if isinstance(layer, kinds)}
+        exact = {index: layer for index, layer in enumerate(self.layers) if convert.is_exact(layer)}
         for layer_idx, layer in exact.items():
             convert.check_quantizable(layer, options, layer_idx)
         for layer_idx, layer in exact.items():
             self.layers[layer_idx] = convert.from_dynamic(layer, options, layer_idx)
-            layer.buffer.free()
-        self.options = options
+            layer.free()
+        self.options, self._has_blocks = options, True
 
     def to_dynamic(self) -> DynamicCache:
         """A `DynamicCache` with a copy of what this cache holds."""
@@ -265,12 +339,12 @@ class MemOSCache(DynamicCache):  # type: ignore[misc]
     ) -> tuple[Tensor, Tensor]:
         if self.options.static:
             prepare_static(self.layers[layer_idx], key_states, value_states)
-        elif self.options.has_blocks:
+        elif self._has_blocks:
             self._seal_prompt(key_states, value_states, layer_idx)
             if key_states.is_cuda:
                 self._encode_ahead(layer_idx + 1)
         states: tuple[Tensor, Tensor] = super().update(key_states, value_states, layer_idx, *args, **kwargs)
-        if self.options.has_blocks:
+        if self._has_blocks:
             self._updated_last = layer_idx
         return states
 
@@ -281,8 +355,10 @@ class MemOSCache(DynamicCache):  # type: ignore[misc]
         tokens = key_states.shape[-2]
         if self._updated_last is None or layer_idx <= self._updated_last:
             self._step = []
-            lease.undo_step = WeakMethod(self._undo_step)
-            lease.begin_step(layer.blocks_due(tokens) for layer in self.layers if isinstance(layer, OffloadedLayer))
+            layers = [layer for layer in self.layers if isinstance(layer, OffloadedLayer)]
+            for layer in layers:
+                layer.undo_step = WeakMethod(self._undo_step)
+            lease.begin_step(tokens, (layer.blocks_due(tokens) for layer in layers))
         try:
             states = self._update(key_states, value_states, layer_idx, *args, **kwargs)
         except OSError as error:
@@ -311,6 +387,8 @@ class MemOSCache(DynamicCache):  # type: ignore[misc]
     @contextmanager
     def _exclusive(self) -> Iterator[None]:
         """While layers are read or changed: an offloaded cache does not move out. A torn one is refused."""
+        if self._owners == 0:
+            raise RuntimeError("the cache was released: its memory is free, and it cannot be used any more")
         if self._torn is not None:
             raise RuntimeError(
                 f"the cache is torn: a step failed when some layers had its tokens ({self._torn}); reset it"
@@ -320,6 +398,73 @@ class MemOSCache(DynamicCache):  # type: ignore[misc]
         else:
             with self.options.lease.lock:
                 yield
+
+    def fork(self, repeats: int = 1) -> MemOSCache:
+        """A cache with the same tokens, which goes on by itself. What both hold is held once.
+
+        Takes as long for many tokens as for few: sealed blocks are shared, and the open tail is copied by whichever of
+        the two writes to it first. Contiguous layers of this cache become layers of blocks that lie where the tokens
+        are; attention over blocks gives the same up to float tolerance. Recurrent states are copied. Threads may each
+        use a fork of their own.
+
+        Parameters
+        ----------
+        repeats : int
+            Repeat every row of the fork so many times, as `batch_repeat_interleave` does: `fork(8)` of a cache with one
+            prompt is for eight samples, which hold the prompt once.
+
+        Raises
+        ------
+        ValueError
+            If the cache is static.
+        """
+        _check_repeats(repeats)
+        if self.options.static:
+            raise ValueError("fork: a static cache has buffers that cannot be shared")
+        with self._exclusive():
+            layers = [convert.in_blocks(layer) for layer in self.layers]
+            twin = copy.copy(self)
+            twin.layers = [convert.forked(layer) for layer in layers]
+            self.layers = layers
+            self._has_blocks = twin._has_blocks = any(isinstance(layer, BlockLayer) for layer in layers)
+            twin._owners, twin._step = 1, []
+        if repeats > 1:
+            twin.batch_repeat_interleave(repeats)
+        return twin
+
+    def acquire(self) -> MemOSCache:
+        """Count one more owner, who calls :meth:`release` when done. Returns the cache."""
+        with self._exclusive():
+            self._owners += 1
+        return self
+
+    def release(self) -> None:
+        """Count one owner less. When none is left, the memory is free at once and the cache cannot be used any more.
+
+        A cache has one owner when it is made. `with cache:` releases at the end; so does dropping the last reference.
+
+        Raises
+        ------
+        RuntimeError
+            If it was released before.
+        """
+        if self._owners == 0:
+            raise RuntimeError("release: the cache was released before, as often as it was acquired")
+        self._owners -= 1
+        if self._owners == 0:
+            layers, self.layers, self._torn = self.layers, [], None
+            self.options = replace(self.options, lease=None)
+            for layer in layers:
+                if isinstance(layer, BufferedLayer):
+                    layer.free()
+
+    def __enter__(self) -> MemOSCache:
+        with self._exclusive():
+            return self
+
+    def __exit__(self, *exception: object) -> None:
+        if self._owners > 0:
+            self.release()
 
     def offload_all(self) -> None:
         """Move everything off the device: blocks and open tails of an offloaded cache. It comes back when it is used.
@@ -351,7 +496,8 @@ class MemOSCache(DynamicCache):  # type: ignore[misc]
         if self._shares_layers or self._updated_last in (None, layer_idx):
             return  # layers that share may read the one before again in the same step, and are to read it exact
         previous, layer = self.layers[self._updated_last], self.layers[layer_idx]
-        if isinstance(previous, BlockLayer) and previous.due_blocks >= PROMPT_BLOCKS:
+        least = 1 if self.options.lease is not None else PROMPT_BLOCKS  # within a budget tails are to be short
+        if isinstance(previous, BlockLayer) and previous.due_blocks >= least:
             if isinstance(layer, BufferedLayer):
                 layer.check_update(key_states, value_states)  # a refused update seals nothing
             previous.seal()
@@ -436,10 +582,15 @@ class MemOSCache(DynamicCache):  # type: ignore[misc]
                 layer.reorder_cache(beam_idx)
 
     def batch_repeat_interleave(self, repeats: int) -> None:
-        """Repeat every row of the batch `repeats` times, copies side by side; recurrent states too."""
-        if isinstance(repeats, bool) or not isinstance(repeats, int) or repeats < 1:
-            raise ValueError(f"repeats: expected an int of at least 1, got {repeats!r}")
+        """Repeat every row of the batch `repeats` times, side by side; recurrent states too.
+
+        Rows share what is in whole blocks. Contiguous layers become layers of blocks, which lie where the tokens are.
+        """
+        _check_repeats(repeats)
         with self._exclusive():
+            if repeats > 1 and not self.options.static:
+                self.layers = [convert.in_blocks(layer) for layer in self.layers]
+                self._has_blocks = any(isinstance(layer, BlockLayer) for layer in self.layers)
             for layer in map(adapted, self.layers):
                 layer.batch_repeat_interleave(repeats)
 
@@ -515,6 +666,11 @@ class MemOSCache(DynamicCache):  # type: ignore[misc]
             self.layers.append(full if window is None else convert.sliding_layer(self.options, layer_idx, int(window)))
         if keys is not None and values is not None:
             self.layers[layer_idx].update(keys, values)
+
+
+def _check_repeats(repeats: int) -> None:
+    if isinstance(repeats, bool) or not isinstance(repeats, int) or repeats < 1:
+        raise ValueError(f"repeats: expected an int of at least 1, got {repeats!r}")
 
 
 def _config_and_data(source: Any, config: Any, data: Any) -> tuple[PretrainedConfig | None, Any]:

@@ -277,11 +277,6 @@ class CacheOptions:
                 f"max_cache_len: expected at least initial_capacity ({self.initial_capacity}), got {self.max_cache_len}"
             )
 
-    @property
-    def has_blocks(self) -> bool:
-        """Whether tokens are sealed in blocks."""
-        return self.quantization is not None or self.offload is not None
-
     def encoding(self, layer_idx: int) -> KVQuantizationConfig | None:
         """How a layer's blocks are encoded; `None` if it has none, but one contiguous buffer."""
         if self.quantization is None or layer_idx in self.quantization.skip_layers:

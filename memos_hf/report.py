@@ -26,7 +26,8 @@ class DeviceMemory:
     allocated_bytes : int
         Storages held, unused capacity included, each counted once.
     shared_bytes : int
-        The part of `allocated_bytes` in tensors that were handed over and that others may hold too.
+        The part that others may hold too: of what is valid, blocks that forks share, tails that none of them has
+        written to since, and tensors that were handed over.
     """
 
     used_bytes: int = 0
@@ -123,15 +124,16 @@ def memory_report(layers: Sequence[Any], lease: Lease | None = None) -> MemoryRe
             valid = dict(_used_bytes(layer))
             used.update(valid)
             full += layer.full_precision_bytes if isinstance(layer, BufferedLayer) else sum(valid.values())
-            is_shared = isinstance(layer, BufferedLayer) and layer.shares_memory
             for device, count in _storages(_held_tensors(layer), seen):
                 allocated[device] += count
-                shared[device] += count * is_shared
+            if isinstance(layer, BufferedLayer) and layer.is_initialized:
+                shared[str(layer.device)] += layer.shared_bytes
         if lease is not None:
-            for device, count in _storages(lease.staging_tensors(), seen):
+            for device, count in _storages(lease.budget.staging_tensors(), seen):
                 allocated[device] += count
             if lease.file.allocated_bytes:
                 allocated["disk"] = lease.file.allocated_bytes
+    shared = shared & allocated  # tensors that were handed over to several layers are held once
     by_device = {device: DeviceMemory(used[device], allocated[device], shared[device]) for device in allocated | used}
     return MemoryReport(used.total(), allocated.total(), shared.total(), full, by_device)
 

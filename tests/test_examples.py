@@ -11,7 +11,16 @@ from memos_hf.bench.decode import WARMUP
 
 EXAMPLES = Path(__file__).resolve().parent.parent / "examples"
 RUNNABLE = [
-    *("generate", "compare_dynamic_cache", "layouts", "growth", "long_context", "conversations", "gpu_check"),
+    "generate",
+    "compare_dynamic_cache",
+    "layouts",
+    "growth",
+    "long_context",
+    "conversations",
+    "gpu_check",
+    "batch_dataset",
+    "batch_speed",
+    "save_and_resume",
     "smollm2",
 ]
 
@@ -110,6 +119,11 @@ def test_conversations_come_back_and_leave_no_files(tmp_path):
     assert (written["files"], written["files_left"]) == (3, 0)
     assert len(written["first_token_s"]["all"]) == 6
     assert written["disk_bytes"] > 0 < written["misses"]
+
+
+def test_save_and_resume_answers_from_another_process():
+    printed = run("save_and_resume", "--tokens", "300", "--max-new-tokens", "8", "--quantization", "int8")
+    assert "the same answer as without saving: yes" in printed
 
 
 def test_gpu_check_says_when_there_is_no_gpu(monkeypatch):

@@ -238,7 +238,10 @@ def test_a_stored_prefix_is_handed_out_three_times_and_stays_the_same(storage):
     assert torch.equal(answers[0], answers[1])
     assert torch.equal(answers[0], answers[2])
     assert torch.equal(stored.layers[0].keys, before)
-    assert stored.memory() == memory
+    if "offload" in storage:  # copies share its budget
+        assert stored.memory().used_bytes == memory.used_bytes
+    else:
+        assert stored.memory() == memory
     assert stored.get_seq_length() == 36
 
 

@@ -61,7 +61,7 @@ def test_a_budget_holds_and_tokens_are_those_of_dynamic_cache(blocks, policy):
     cache = offloaded(limit, policy=policy)
     assert torch.equal(generate(model, ids, cache, 40), generate(model, ids, dynamic(model), 40))
     memory = cache.memory()
-    staged = sum(tensor.nbytes for tensor in cache.options.lease.staging_tensors())
+    staged = sum(tensor.nbytes for tensor in cache.options.lease.budget.staging_tensors())
     if blocks:
         assert memory.by_device["cpu"].allocated_bytes - staged <= limit + LAYERS * 2 * 128  # alignment
     assert staged <= 2 * max(2 * BLOCK_BYTES, limit / 32)

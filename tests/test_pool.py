@@ -1,4 +1,4 @@
-"""The block pool without a model: exact slots, counts and free order."""
+"""The block pool without a model: numbers, slots and counts."""
 
 import pytest
 import torch
@@ -23,26 +23,36 @@ def store(blocks, count, seed=0, limit=None):
     return blocks.store(keys, values, limit), keys, values
 
 
+def slots(blocks, numbers):
+    return [blocks.slot(number) for number in numbers]
+
+
 def test_slots_are_given_out_in_order_and_held_once():
     blocks = pool(4)
-    assert store(blocks, 3)[0] == [0, 1, 2]
-    assert [blocks.references(slot) for slot in range(4)] == [1, 1, 1, 0]
+    numbers = store(blocks, 3)[0]
+    assert slots(blocks, numbers) == [0, 1, 2]
+    assert [blocks.references(number) for number in numbers] == [1, 1, 1]
     assert blocks.used == 3
 
 
-def test_a_released_slot_is_reused_after_those_never_used():
+def test_a_released_slot_is_reused_after_those_never_used_and_its_number_never():
     blocks = pool(4)
-    store(blocks, 3)
-    blocks.release([1])
-    blocks.release([0])
-    assert store(blocks, 3)[0] == [3, 1, 0]
+    first, second, third = store(blocks, 3)[0]
+    blocks.release([second])
+    blocks.release([first])
+    again = store(blocks, 3)[0]
+    assert slots(blocks, again) == [3, 1, 0]
+    assert not {first, second, third} & set(again)
 
 
 def test_growth_stops_at_a_limit_unless_more_is_needed():
     blocks = pool(4, growth_factor=3.0)
-    capacities = [(store(blocks, 2, limit=7), blocks.capacity)[1] for _ in range(5)]
+    numbers, capacities = [], []
+    for _ in range(5):
+        numbers += store(blocks, 2, limit=7)[0]
+        capacities.append(blocks.capacity)
     assert capacities == [4, 4, 7, 8, 10]
-    assert len({slot for slot in range(10) if blocks.references(slot)}) == blocks.used == 10
+    assert sorted(slots(blocks, numbers)) == list(range(10)) and blocks.used == 10
 
 
 def test_a_shared_slot_is_free_when_its_last_holder_lets_go():
@@ -54,18 +64,55 @@ def test_a_shared_slot_is_free_when_its_last_holder_lets_go():
     blocks.release([slot])
     assert blocks.used == 1
     blocks.release([slot])
-    assert blocks.used == 0 and blocks.references(slot) == 0
+    assert blocks.used == 0
 
 
 @pytest.mark.parametrize("spec", ["full", "int8 token", "fp8 token", "int4 token"])
 def test_what_was_stored_is_what_is_read_after_growth(spec):
     blocks = pool(2, spec)
-    slots, keys, values = store(blocks, 2)
+    numbers, keys, values = store(blocks, 2)
     for seed in range(1, 5):
         store(blocks, 3, seed)
     for arenas, encoded in ((blocks.keys, keys), (blocks.values, values)):
         for name, tensor in encoded.items():
-            assert torch.equal(arenas[name][slots].float(), tensor.float())
+            assert torch.equal(arenas[name][slots(blocks, numbers)].float(), tensor.float())
+    assert all(torch.equal(blocks.gather("key", numbers)[name].float(), keys[name].float()) for name in keys)
+
+
+def test_blocks_are_read_where_they_lie_in_a_buffer_until_it_is_full():
+    keys, values = torch.randn(2, HEADS, 29, HEAD_DIM), torch.randn(2, HEADS, 29, 2 * HEAD_DIM)
+    key_codec, value_codec = (
+        BlockCodec(CodecSpec(), role, states.shape[3], BLOCK, torch.float32)
+        for role, states in (("key", keys), ("value", values))
+    )
+    blocks, table = BlockPool.over((key_codec, value_codec), (keys, values), 3, 1, 1.5)
+    assert all(arena.data_ptr() in (keys.data_ptr(), values.data_ptr()) for arena in blocks.tensors)
+    assert (blocks.used, blocks.capacity) == (2, 4)
+
+    def assert_read():
+        for role in ("key", "value"):
+            read = blocks.gather(role, [row[0] for row in table])["codes"]
+            assert torch.equal(read, expected[role])
+
+    expected = {"key": keys[:, :, 3:11].clone(), "value": values[:, :, 3:11].clone()}
+    assert_read()
+    tail = keys[:, :, 11:19].clone()
+    new = torch.randn(2, HEADS, BLOCK, HEAD_DIM)
+    stored = blocks.store({"codes": new}, {"codes": torch.cat([new, new], dim=3)})
+    assert blocks.growths == 0 and torch.equal(keys[:, :, 19:27], new)
+    assert torch.equal(keys[:, :, 11:19], tail)  # which others read
+    more = blocks.store({"codes": new}, {"codes": torch.cat([new, new], dim=3)})
+    assert blocks.growths == 1
+    assert torch.equal(blocks.gather("key", [*stored, *more])["codes"], torch.cat([new, new]))
+    assert_read()
+
+
+def test_what_destructors_drop_is_released_before_anybody_counts():
+    blocks = pool(4)
+    numbers, _, _ = store(blocks, 3)
+    blocks.share(numbers[:1])
+    blocks.drop(numbers)
+    assert blocks.used == 1 and blocks.references(numbers[0]) == 1
 
 
 def test_arenas_grow_by_the_factor_or_to_what_is_needed():
@@ -96,13 +143,13 @@ def test_a_slot_that_nobody_holds_can_be_neither_shared_nor_released(step):
     blocks = pool(2)
     (slot,), _, _ = store(blocks, 1)
     blocks.release([slot])
-    with pytest.raises(AssertionError):
+    with pytest.raises(KeyError):
         getattr(blocks, step)([slot])
 
 
 def test_growth_that_fails_leaves_the_pool_as_it_was(monkeypatch):
     blocks = pool(2)
-    slots, keys, values = store(blocks, 2)
+    numbers, keys, values = store(blocks, 2)
     arenas = dict(blocks.keys)
 
     def no_memory(*args):
@@ -112,7 +159,7 @@ def test_growth_that_fails_leaves_the_pool_as_it_was(monkeypatch):
     with pytest.raises(MemoryError):
         blocks.store(keys, values)
     assert blocks.capacity == 2 and blocks.used == 2 and blocks.keys == arenas
-    assert [blocks.references(slot) for slot in slots] == [1, 1]
+    assert [blocks.references(number) for number in numbers] == [1, 1]
 
 
 @settings(deadline=None, max_examples=50)
@@ -121,9 +168,9 @@ def test_counts_follow_a_plain_model_of_them(steps):
     blocks, held = pool(1), []
     for step, number in steps:
         if step == "store":
-            slots, _, _ = store(blocks, number % 3 + 1)
-            assert not set(slots) & set(held)
-            held += slots
+            stored, _, _ = store(blocks, number % 3 + 1)
+            assert not set(stored) & set(held)
+            held += stored
         elif held:
             slot = held[number % len(held)]
             if step == "share":
@@ -133,4 +180,5 @@ def test_counts_follow_a_plain_model_of_them(steps):
                 blocks.release([slot])
                 held.remove(slot)
         assert blocks.used == len(set(held))
-        assert all(blocks.references(slot) == held.count(slot) for slot in range(blocks.capacity))
+        assert all(blocks.references(number) == held.count(number) for number in held)
+        assert len(set(slots(blocks, set(held)))) == len(set(held)) <= blocks.capacity

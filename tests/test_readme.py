@@ -18,12 +18,16 @@ def test_the_table_of_refused_combinations_is_the_one_in_the_code():
 
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:.*past_key_values.*:FutureWarning")
-def test_the_snippet_runs(monkeypatch, capsys):
+def test_the_snippets_run_one_after_the_other(monkeypatch, capsys, tmp_path):
     import transformers
 
     model, tokenizer = load_model()
     monkeypatch.setattr(transformers.AutoModelForCausalLM, "from_pretrained", lambda name: model)
     monkeypatch.setattr(transformers.AutoTokenizer, "from_pretrained", lambda name: tokenizer)
-    (snippet,) = re.findall(r"```python\n(.*?)```", README, flags=re.DOTALL)
-    exec(snippet, {})
-    assert "allocated" in capsys.readouterr().out
+    monkeypatch.chdir(tmp_path)
+    names = {}
+    for snippet in re.findall(r"```python\n(.*?)```", README, flags=re.DOTALL):
+        exec(snippet, names)
+    printed = capsys.readouterr().out
+    assert "allocated" in printed
+    assert "of Asia are" in printed

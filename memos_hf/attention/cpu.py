@@ -127,7 +127,7 @@ def _scales(sealed: Sealed | None, tile: int) -> int:
 
 def _sealed_fields(sealed: Sealed | None) -> tuple[int, ...]:
     if sealed is None:
-        return (0, TILE_TOKENS, 0, 0, _no_blocks().data_ptr(), 0, *(0,) * 18)
+        return (0, TILE_TOKENS, 0, 0, _no_blocks().data_ptr(), 0, *(0,) * 22)
     if "cpu" not in sealed.prepared:
         kept: list[Tensor] = []
         table, starts = _rows_of(sealed.table, kept), _rows_of(sealed.starts, kept)
@@ -163,7 +163,8 @@ def _coded_fields(codec: BlockCodec, arenas: dict[str, Tensor]) -> tuple[int, ..
         EXACT_KINDS[codes.dtype] if kind is None else kind,
         *addresses,
         *(codec.channels, codec.group_channels, codec.group_tokens),
-        *(codes.stride(1) * codes.element_size(), int(codec.spec.rotation is not None)),
+        *(codes.shape[2] * codes.shape[3] * codes.element_size(), codes.stride(0), codes.stride(1)),
+        int(codec.spec.rotation is not None),
     )
 
 

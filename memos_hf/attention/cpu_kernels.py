@@ -44,6 +44,8 @@ _CODED_FIELDS = (
     "group_channels",
     "group_tokens",
     "block_bytes",
+    "slot_stride",
+    "head_stride",
     "rotated",
 )
 _EXACT_FIELDS = ("kind", "data", "batch_stride", "head_stride", "token_stride")
@@ -721,7 +723,8 @@ def _sealed_tile(job: Any, row: int, head: int, step: int, queries: int, scores:
         _score_codes(job, block, first, blocks_ahead, queries, scores, tile, scales)
     else:
         size = 4 if job.key_kind == FLOAT32 else 2
-        source = job.key_codes + size * (block * job.block_size + first) * job.key_dim
+        place = slot * job.key_slot_stride + head * job.key_head_stride + first * job.key_dim
+        source = job.key_codes + size * place
         _score_exact(rows, job.key_kind, job.key_dim, tokens, count, queries, source, job.key_dim, tile, scores)
     first, count, scores = first + hidden, count - hidden, scores + 4 * hidden
     _mask_tile(job, row, head, begin + first, count, scores)
@@ -733,7 +736,8 @@ def _sealed_tile(job: Any, row: int, head: int, step: int, queries: int, scores:
         _add_codes(job, block, first, count, blocks_ahead, scores, tile, scales, state)
     else:
         size = 4 if job.value_kind == FLOAT32 else 2
-        source = job.value_codes + size * (block * job.block_size + first) * job.value_dim
+        place = slot * job.value_slot_stride + head * job.value_head_stride + first * job.value_dim
+        source = job.value_codes + size * place
         _add_exact(rows, job.value_kind, job.value_dim, tokens, count, scores, source, job.value_dim, tile, state)
 
 

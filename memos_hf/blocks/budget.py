@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import itertools
 import logging
 import os
 import threading
 import weakref
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Hashable, Iterable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from functools import cached_property
 from typing import Any, Protocol
@@ -17,6 +16,7 @@ from accelerate.utils import convert_file_size_to_int, get_max_memory
 
 from .disk import BlockFile
 from .policies import PolicyName
+from .staging import Staging
 
 logger = logging.getLogger(__name__)
 
@@ -54,6 +54,7 @@ class MemoryBudget:
         self.max_memory = _in_bytes(max_memory if max_memory is not None else {})
         self.clock = 0  # steps that caches have taken
         self._leases: weakref.WeakSet[Lease] = weakref.WeakSet()
+        self._staging: dict[Hashable, Staging] = {}
         self._lock = threading.RLock()
 
     def limit(self, device: torch.device) -> int:
@@ -71,6 +72,17 @@ class MemoryBudget:
     def reader(self) -> ThreadPoolExecutor:
         """The thread that reads blocks ahead for all caches; it ends when they are gone."""
         return ThreadPoolExecutor(max_workers=1, thread_name_prefix="memos-reader")
+
+    def staging(self, key: Hashable, make: Callable[[], Staging]) -> Staging:
+        """The buffers through which blocks of one geometry pass; all caches on the budget use the same."""
+        with self._lock:
+            if key not in self._staging:
+                self._staging[key] = make()
+            return self._staging[key]
+
+    def staging_tensors(self) -> list[torch.Tensor]:
+        """What is allocated on devices for blocks on their way."""
+        return [tensor for staging in self._staging.values() for tensor in staging.tensors]
 
     def enter(self, lease: Lease) -> None:
         """Count a cache in."""
@@ -111,13 +123,24 @@ class MemoryBudget:
         return f"{type(self).__name__}({self.max_memory})"
 
 
+class Pool(Protocol):
+    """Blocks that hold bytes of a budget."""
+
+    def held_on(self, device: torch.device) -> int:
+        """Bytes allocated on `device`."""
+
+
 class Tenant(Protocol):
     """A layer that holds bytes of a budget."""
 
     device: torch.device | None
 
-    def held_on(self, device: torch.device) -> int:
-        """Bytes that the layer has there."""
+    @property
+    def tiers(self) -> Pool | None:
+        """The blocks, which forks share; `None` before the first update."""
+
+    def bytes_beside_blocks(self, device: torch.device) -> int:
+        """Bytes that the layer has there beside its blocks."""
 
     def move_out(self) -> None:
         """Move all that it has on the device to the tiers below. An `OSError` leaves it as it was."""
@@ -137,8 +160,6 @@ class Lease:
 
     Attributes
     ----------
-    undo_step : weakref.WeakMethod, optional
-        What takes back a step of the cache that cannot be finished.
     lock : threading.RLock
         Held while a layer of the cache is read or changed: only then is it certain that it does not move out.
     """
@@ -154,8 +175,6 @@ class Lease:
         self.file = BlockFile(folder)
         self.lock = threading.RLock()
         self.last_used = -STEPS_AT_WORK
-        self.shared: dict[Any, Any] = {}  # what layers of one geometry have together: staging buffers
-        self.undo_step: weakref.WeakMethod[Callable[[BaseException], None]] | None = None
         self._tenants: list[weakref.ref[Tenant]] = []
         self._order: dict[int, weakref.ref[Tenant]] = {}  # of each layer, by identity, the one that came after it
         self._last: weakref.ref[Tenant] | None = None
@@ -174,11 +193,15 @@ class Lease:
 
     def held(self, device: torch.device) -> int:
         """Bytes of the cache on `device`."""
-        return sum(tenant.held_on(device) for tenant in self.tenants)
+        tenants = self.tenants
+        pools = {id(tenant.tiers): tenant.tiers for tenant in tenants}
+        held = sum(pool.held_on(device) for pool in pools.values() if pool is not None)
+        return held + sum(tenant.bytes_beside_blocks(device) for tenant in tenants)
 
     def share(self, device: torch.device) -> int:
         """Bytes that one layer may have on `device` if all that are there, or not yet anywhere, have as many."""
-        count = sum(tenant.device in (device, None) for tenant in self.tenants)
+        here = [tenant for tenant in self.tenants if tenant.device in (device, None)]
+        count = len({id(tenant if tenant.tiers is None else tenant.tiers) for tenant in here})
         return self.budget.limit(device) // max(count, 1)
 
     def following(self, tenant: Tenant) -> Tenant | None:
@@ -190,15 +213,13 @@ class Lease:
         after = self._order.get(id(tenant))
         return after() if after is not None else None
 
-    def staging_tensors(self) -> list[torch.Tensor]:
-        """What is allocated on devices for blocks on their way."""
-        return [tensor for staging in self.shared.values() for tensor in staging.tensors]
-
-    def begin_step(self, due: Iterable[tuple[int, int]]) -> None:
+    def begin_step(self, tokens: int, due: Iterable[tuple[int, int]]) -> None:
         """Note that the cache begins a step, and see to it that what it may have to write to disk fits there.
 
         Parameters
         ----------
+        tokens : int
+            New tokens of each row.
         due : iterable of (int, int)
             Of each layer, how many blocks that are, and the bytes of each.
 
@@ -213,13 +234,12 @@ class Lease:
                 records[size] = records.get(size, 0) + count
         for size, count in records.items():
             self.file.make_room(size, count)
+        was_idle = self.budget.clock - self.last_used >= STEPS_AT_WORK
         self.budget.step(self)
-
-    def failed(self, error: BaseException) -> None:
-        """Tell the cache that a step cannot be finished."""
-        undo = self.undo_step() if self.undo_step is not None else None
-        if undo is not None:
-            undo(error)
+        if tokens > 1 or was_idle:  # tails ask for no room, and are about to grow or to come back
+            for device in {tenant.device for tenant in self.tenants}:
+                if device is not None:
+                    self.budget.has_room(self, device, 0)
 
     def give_way(self, device: torch.device, wanted: int) -> int:
         """Move layers out until `wanted` bytes are free, unless the cache is in use; returns how many are.
@@ -234,9 +254,8 @@ class Lease:
             for tenant in reversed(self.tenants):
                 if freed >= wanted:
                     break
-                if tenant.held_on(device):
-                    tenant.move_out()
-                    freed = before - self.held(device)
+                tenant.move_out()
+                freed = before - self.held(device)
             return freed
         except OSError as error:
             logger.warning("an idle cache could not move out and stays where it is: %s", error)
@@ -251,14 +270,6 @@ class Lease:
 
     def __reduce__(self) -> Any:
         raise TypeError("an offloaded cache cannot be pickled: its blocks are in a file; `save` it instead")
-
-
-_serial = itertools.count()
-
-
-def next_block() -> int:
-    """A number for a block that no other block of this process has."""
-    return next(_serial)
 
 
 def _in_bytes(max_memory: Mapping[int | str, int | str]) -> dict[int | str, int]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Iterable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Protocol
@@ -69,6 +70,11 @@ class Staging:
         What fills the buffers.
     budget : int
         Bytes of the device for all blocks there.
+
+    Attributes
+    ----------
+    lock : threading.RLock
+        To be held from `begin` or `take` to the `give_back` that belongs to it.
     """
 
     def __init__(
@@ -80,6 +86,7 @@ class Staging:
         budget: int,
     ) -> None:
         self.device, self._reader = device, reader
+        self.lock = threading.RLock()
         block = sum(codec.bytes_per_block(heads) for codec in codecs)
         self.slots = max(int(min(STAGED_BYTES, budget * STAGED_SHARE)) // block, 2)
         self.buffers = [Buffer(codecs, heads, self.slots, device) for _ in range(2)]

@@ -14,35 +14,38 @@ from __future__ import annotations
 import copy
 import logging
 import math
-from collections.abc import Iterable, Sequence
+from collections import Counter
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from .budget import STEPS_AT_WORK, Lease, next_block
+from .budget import STEPS_AT_WORK, Lease
 from .codecs import BlockCodec, Role
 from .disk import BlockFile
 from .host import HostBlocks
 from .policies import POLICIES
-from .pool import as_bytes, empty_arenas, enlarged
+from .pool import Block, BlockPool, as_bytes, next_number
 from .staging import Buffer, Place, Staging
 
 logger = logging.getLogger(__name__)
 
 HOST = torch.device("cpu")
+# So many blocks are copied at a time, where a pool is.
+COPIED_BLOCKS = 16
 
 
-@dataclass
-class _Block:
-    references: int = 1
-    slot: int | None = None  # on the device
-    place: Place | None = None  # below it
+@dataclass(slots=True)
+class TieredBlock(Block):
+    """A block whose slot is on the device, and its place below, if it has been written there."""
+
+    place: Place | None = None
 
 
-class TieredPool:
-    """Blocks by number, each on the device, below it, or both. Has what a :class:`~memos_hf.blocks.pool.BlockPool` has.
+class TieredPool(BlockPool):
+    """Blocks each on the device, below it, or both.
 
     All of it is called with the lease's lock held.
 
@@ -75,65 +78,37 @@ class TieredPool:
         growth_factor: float,
         lease: Lease,
     ) -> None:
-        self.key_codec, self.value_codec, self.heads, self.device = key_codec, value_codec, heads, device
-        self.growth_factor, self.lease = growth_factor, lease
+        self.lease = lease
         self.policy = POLICIES[lease.policy]()
-        self.growths = self.version = self.hits = self.misses = self.evictions = self.bytes_moved = 0
+        self.hits = self.misses = self.evictions = self.bytes_moved = 0
         self.reserved_bytes = 0
-        self._blocks: dict[int, _Block] = {}
+        self._blocks: dict[int, TieredBlock]  # type: ignore[assignment]
         self._host: HostBlocks | None = None
         self._ask_again_at = 0
-        self._forget_arenas()
+        super().__init__(key_codec, value_codec, heads, device, 0, growth_factor)
+        self.lock = lease.lock
         if device.type != "cpu":
             self._host = HostBlocks(self.tensors, pinned=device.type == "cuda")
 
-    def _forget_arenas(self) -> None:
-        self.keys = empty_arenas(self.key_codec, self.heads, self.device)
-        self.values = empty_arenas(self.value_codec, self.heads, self.device)
-        self.capacity = 0
-        self._free: list[int] = []
+    def used_by_tier(self, blocks: Iterable[int]) -> dict[str, int]:
+        """Bytes of distinct `blocks` by where they are: the device, `"cpu"` or `"disk"`."""
+        found: Counter[str] = Counter()
+        for number in blocks:
+            block = self._blocks[number]
+            below = "disk" if block.place is not None and isinstance(block.place[0], BlockFile) else "cpu"
+            found[below if block.slot is None else str(self.device)] += self.bytes_per_slot
+        return dict(found)
 
-    @property
-    def used(self) -> int:
-        """Blocks that somebody holds, wherever they are."""
-        return len(self._blocks)
-
-    @property
-    def on_device(self) -> int:
-        """Blocks that are in the arenas."""
-        return self.capacity - len(self._free)
-
-    @property
-    def tensors(self) -> list[Tensor]:
-        """All arenas, on the device."""
-        return [*self.keys.values(), *self.values.values()]
-
-    @property
-    def bytes_per_slot(self) -> int:
-        """Bytes of one block."""
-        return self.key_codec.bytes_per_block(self.heads) + self.value_codec.bytes_per_block(self.heads)
-
-    def below(self) -> dict[str, int]:
-        """Bytes of the blocks that are not on the device, by the tier that has them, `"cpu"` or `"disk"`."""
-        found: dict[str, int] = {}
-        for block in self._blocks.values():
-            if block.slot is None and block.place is not None:
-                tier = "disk" if isinstance(block.place[0], BlockFile) else "cpu"
-                found[tier] = found.get(tier, 0) + self.bytes_per_slot
-        return found
+    def held_on(self, device: torch.device) -> int:
+        """Bytes allocated on `device`."""
+        if device == self.device:
+            return self.capacity * self.bytes_per_slot
+        return sum(tensor.numel() * tensor.element_size() for tensor in self.host_tensors) if device == HOST else 0
 
     @property
     def host_tensors(self) -> list[Tensor]:
         """What is allocated in host memory, beside an accelerator."""
         return [] if self._host is None else [tensor for slab in self._host.slabs for tensor in slab]
-
-    def references(self, block: int) -> int:
-        """How many table entries hold `block`."""
-        return self._blocks[block].references
-
-    def slot(self, block: int) -> int | None:
-        """The slot of `block`; `None` if it is not on the device."""
-        return self._blocks[block].slot
 
     def places(self, blocks: Sequence[int]) -> list[Place]:
         """Of blocks that are not on the device, the tier that has each and its place there."""
@@ -141,23 +116,13 @@ class TieredPool:
         assert None not in found, blocks
         return found  # type: ignore[return-value]
 
-    def share(self, blocks: Iterable[int]) -> None:
-        """Hold each of `blocks` once more."""
-        for block in blocks:
-            self._blocks[block].references += 1
-
-    def release(self, blocks: Iterable[int]) -> None:
-        """Hold each of `blocks` once less; one that nobody holds is gone from all tiers."""
-        for number in blocks:
-            block = self._blocks[number]
-            assert block.references > 0, (number, block)
-            block.references -= 1
-            if block.references == 0:
-                if block.slot is not None:
-                    self._leave(number, block)
-                if block.place is not None:
-                    self._release_place(block.place)
-                del self._blocks[number]
+    def _forget(self, number: int, block: Block) -> None:
+        assert isinstance(block, TieredBlock)
+        if block.slot is not None:
+            self._leave(number, block)
+        if block.place is not None:
+            self._release_place(block.place)
+        del self._blocks[number]
 
     def store(self, keys: dict[str, Tensor], values: dict[str, Tensor], limit: int | None = None) -> list[int]:
         """Take encoded blocks, `[n, …]` each; those that find no room on the device are written below.
@@ -172,11 +137,12 @@ class TieredPool:
         OSError
             If they cannot be written; nothing has changed then.
         """
-        numbers = [next_block() for _ in range(keys["codes"].shape[0])]
-        self._put({number: _Block() for number in numbers}, keys, values)
-        return numbers
+        self._release_dropped()
+        blocks = {next_number(): TieredBlock() for _ in range(keys["codes"].shape[0])}
+        self._put(blocks, keys, values)
+        return list(blocks)
 
-    def _put(self, blocks: dict[int, _Block], keys: dict[str, Tensor], values: dict[str, Tensor]) -> None:
+    def _put(self, blocks: dict[int, TieredBlock], keys: dict[str, Tensor], values: dict[str, Tensor]) -> None:
         numbers = list(blocks)
         room = self._make_room(len(numbers))
         victims = self.policy.victims(len(numbers) - room, ())
@@ -191,7 +157,8 @@ class TieredPool:
         self._blocks.update(blocks)
         for index, place in zip(outside, written, strict=True):
             blocks[numbers[index]].place = place
-        self._enter(numbers[first : first + staying], [tensor[first : first + staying] for tensor in encoded])
+        staying_blocks = {number: blocks[number] for number in numbers[first : first + staying]}
+        self._arrive(staying_blocks, [tensor[first : first + staying] for tensor in encoded])
 
     def admit(self, blocks: Sequence[int], buffer: Buffer) -> None:
         """Keep on the device what was staged in `buffer`, as far as there is room or others give way."""
@@ -209,15 +176,11 @@ class TieredPool:
         rows = rows[: room + len(victims)]
         if rows:
             index = torch.tensor(rows, device=self.device)
-            self._enter([blocks[row] for row in rows], [as_bytes(tensor)[index] for tensor in buffer.tensors])
+            arriving = {blocks[row]: self._blocks[blocks[row]] for row in rows}
+            self._arrive(arriving, [as_bytes(tensor)[index].view(tensor.dtype) for tensor in buffer.tensors])
 
-    def gather(self, role: Role, blocks: Sequence[int], through: Staging | None = None) -> dict[str, Tensor]:
+    def gather(self, role: Role, blocks: Sequence[int]) -> dict[str, Tensor]:
         """A copy of the encoded keys or values of `blocks`, `[len(blocks), …]` each, in that order.
-
-        Parameters
-        ----------
-        through : Staging, optional
-            Another cache's buffers, for a copy; what is read for others does not count.
 
         Raises
         ------
@@ -229,38 +192,42 @@ class TieredPool:
             name: torch.empty((len(blocks), *arena.shape[1:]), dtype=arena.dtype, device=self.device)
             for name, arena in arenas.items()
         }
-        here = [(row, slot) for row, block in enumerate(blocks) if (slot := self._blocks[block].slot) is not None]
-        used = dict.fromkeys(blocks[row] for row, _ in here)
-        if here:
-            rows, slots = torch.tensor(here, device=self.device).unbind(dim=1)
+        here: dict[int, list[int]] = {}  # of each block, where it goes
+        missing: dict[int, list[int]] = {}
+        for row, block in enumerate(blocks):
+            (missing if self._blocks[block].slot is None else here).setdefault(block, []).append(row)
+        self.count(list(here), len(missing))
+        places = [(row, self._blocks[block].slot) for block, rows in here.items() for row in rows]
+        if places:
+            rows, slots = torch.tensor(places, device=self.device).unbind(dim=1)
             for name, arena in arenas.items():
                 as_bytes(found[name])[rows] = as_bytes(arena)[slots]
-        rows_of: dict[int, list[int]] = {}
-        for row, block in enumerate(blocks):
-            if self._blocks[block].slot is None:
-                rows_of.setdefault(block, []).append(row)
-        if through is None:
-            self.count(list(used), len(rows_of))
-            self.bytes_moved += len(rows_of) * self.bytes_per_slot
-        for chunk in in_chunks(list(rows_of), (through or self.staging).slots if rows_of else 1):
-            staging = through or self.staging
-            buffer = staging.take(self, chunk)
+        for chunk, buffer in self._passing(list(missing)):
             for slot, block in enumerate(chunk):
                 for name, staged in (buffer.keys if role == "key" else buffer.values).items():
-                    as_bytes(found[name])[rows_of[block]] = as_bytes(staged)[slot]
-            staging.give_back(buffer)
+                    as_bytes(found[name])[missing[block]] = as_bytes(staged)[slot]
         return found
+
+    def _passing(self, blocks: list[int]) -> Iterator[tuple[tuple[int, ...], Buffer]]:
+        """Blocks that are not on the device, a few at a time in a buffer."""
+        if not blocks:
+            return
+        staging = self.staging
+        with staging.lock:
+            for chunk in in_chunks(blocks, staging.slots):
+                buffer = self.staged(chunk)
+                try:
+                    yield chunk, buffer
+                finally:
+                    staging.give_back(buffer)
 
     @property
     def staging(self) -> Staging:
-        """Buffers for blocks like these, which all layers of the cache that have such share."""
+        """Buffers for blocks like these; use them with their lock held."""
+        codecs, budget = (self.key_codec, self.value_codec), self.lease.budget
         key = (*map(str, (self.key_codec.spec, self.value_codec.spec, self.device)), self.heads, self.bytes_per_slot)
-        if key not in self.lease.shared:
-            codecs, budget = (self.key_codec, self.value_codec), self.lease.budget
-            limit = budget.limit(self.device)
-            self.lease.shared[key] = Staging(codecs, self.heads, self.device, budget.reader, limit)
-        staging: Staging = self.lease.shared[key]
-        return staging
+        limit = budget.limit(self.device)
+        return budget.staging(key, lambda: Staging(codecs, self.heads, self.device, budget.reader, limit))
 
     def staged(self, blocks: tuple[int, ...]) -> Buffer:
         """A buffer with blocks that are not on the device; see :meth:`Staging.take`."""
@@ -293,10 +260,8 @@ class TieredPool:
     def come_back(self) -> None:
         """Bring blocks back to the device, as far as there is room."""
         missing = [number for number, block in self._blocks.items() if block.slot is None]
-        for chunk in in_chunks(missing[: self._make_room(len(missing))], self.staging.slots):
-            buffer = self.staged(chunk)
+        for chunk, buffer in self._passing(missing[: self._make_room(len(missing))]):
             self.admit(chunk, buffer)
-            self.staging.give_back(buffer)
 
     def check_budget(self) -> None:
         """Raise a `ValueError` if the budget of the device is below one block."""
@@ -326,14 +291,6 @@ class TieredPool:
             else:
                 self._ask_again_at = self.lease.budget.clock + STEPS_AT_WORK
         return min(len(self._free), count)
-
-    def _grow_to(self, capacity: int) -> None:
-        self.growths += self.capacity > 0
-        keys, values = enlarged(self.keys, capacity), enlarged(self.values, capacity)
-        self.keys, self.values = keys, values
-        self._free.extend(range(self.capacity, capacity))
-        self.capacity = capacity
-        self.version += 1  # the arenas are others, though the slots are the same
 
     def _in_slot(self, number: int) -> list[Tensor]:
         slot = self._blocks[number].slot
@@ -385,25 +342,18 @@ class TieredPool:
         else:
             tier.release(at)
 
-    def _enter(self, numbers: Sequence[int], encoded: list[Tensor]) -> None:
-        """Copy blocks to free slots, of which there must be enough."""
-        if not numbers:
-            return
-        slots, self._free = self._free[: len(numbers)], self._free[len(numbers) :]
-        index = torch.tensor(slots, dtype=torch.int64, device=self.device)
-        for arena, tensor in zip(self.tensors, encoded, strict=True):
-            as_bytes(arena).index_copy_(0, index, as_bytes(tensor))
-        for number, slot in zip(numbers, slots, strict=True):
-            self._blocks[number].slot = slot
-            self.policy.add(number)
-        self.version += 1
+    def _arrive(self, blocks: dict[int, TieredBlock], encoded: list[Tensor]) -> None:
+        if blocks:
+            self._enter(dict(blocks), encoded)
+            for number in blocks:
+                self.policy.add(number)
 
     def _evict(self, numbers: Sequence[int]) -> None:
         for number in numbers:
             self._leave(number, self._blocks[number])
         self.evictions += len(numbers)
 
-    def _leave(self, number: int, block: _Block) -> None:
+    def _leave(self, number: int, block: Block) -> None:
         assert block.slot is not None
         self._free.append(block.slot)
         block.slot = None
@@ -416,9 +366,9 @@ class TieredPool:
         twin = TieredPool(*codecs, self.heads, self.device, self.growth_factor, lease)
         memo[id(self)] = twin
         with lease.lock:
-            for chunk in in_chunks(list(self._blocks), twin.staging.slots if self._blocks else 1):
-                blocks = {number: _Block(self._blocks[number].references) for number in chunk}
-                twin._put(blocks, self.gather("key", chunk, twin.staging), self.gather("value", chunk, twin.staging))
+            for chunk in in_chunks(list(self._blocks), COPIED_BLOCKS):
+                blocks = {number: TieredBlock(references=self._blocks[number].references) for number in chunk}
+                twin._put(blocks, self.gather("key", chunk), self.gather("value", chunk))
         return twin
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import operator
 from abc import abstractmethod
 from typing import Any
@@ -12,6 +13,7 @@ from transformers.cache_utils import CacheLayerMixin
 
 from ..config import CacheOptions
 from .buffer import KVBuffer, row_signature
+from .state import LayerState, placeholder
 
 
 class BufferedLayer(CacheLayerMixin):  # type: ignore[misc]
@@ -193,9 +195,9 @@ class BufferedLayer(CacheLayerMixin):  # type: ignore[misc]
         return {str(self.buffer.tensors[0].device): self.used_bytes} if self.is_initialized else {}
 
     @property
-    def shares_memory(self) -> bool:
-        """Whether others may hold the layer's tensors too."""
-        return self.buffer.shared
+    def shared_bytes(self) -> int:
+        """Bytes of what is valid and may be held by others too."""
+        return self.buffer.valid_bytes if self.buffer.shared else 0
 
     @property
     def full_precision_bytes(self) -> int:
@@ -212,6 +214,43 @@ class BufferedLayer(CacheLayerMixin):  # type: ignore[misc]
             return None, None
         keys, values = self.buffer.view()
         return keys.clone(), values.clone()
+
+    def fork(self) -> BufferedLayer:
+        """A layer with the same tokens, and counters of its own. Memory is shared until one of the two writes to it."""
+        twin = copy.copy(self)
+        twin.buffer = self.buffer.fork()
+        return twin
+
+    def free(self) -> None:
+        """Forget all tokens, and give back their memory."""
+        self.reset()
+        self.buffer.free()
+
+    @property
+    def saved_as(self) -> str:
+        """The kind of layer that files say this one is."""
+        return type(self).__name__
+
+    def state(self) -> LayerState:
+        """All that is held, to be saved."""
+        tensors = {}
+        if not self.is_empty:
+            self.buffer.check_paired()
+            keys, values = self.buffer.view()
+            tensors = {"keys": keys.detach(), "values": values.detach()}
+        return LayerState(self.saved_as, tensors, {}, self.get_seq_length())
+
+    def check_state(self, state: LayerState) -> None:
+        """Raise if this layer, which is empty, cannot take `state`."""
+        if state.tensors:
+            self.check_update(*state.pair())
+
+    def take_state(self, state: LayerState, device: torch.device) -> None:
+        """Hold what `state` has, copied to `device`. This layer is empty, and `check_state` did not raise."""
+        if state.tensors:
+            keys, values = state.pair()
+            self.lazy_initialization(placeholder(keys, device), placeholder(values, device))
+            self.buffer.append(keys, values, self.growth_limit)
 
     def offload(self) -> None:
         """Move the valid tokens to host memory (`offloading=True` of transformers)."""

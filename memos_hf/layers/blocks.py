@@ -6,6 +6,7 @@ import copy
 import functools
 import itertools
 import logging
+from collections import Counter
 from dataclasses import replace
 from typing import Any
 
@@ -18,16 +19,17 @@ from ..attention.lazy import ReplacedError, Role, stand_in
 from ..attention.reference import Exact, Sealed, Sinks
 from ..blocks.codecs import BlockCodec
 from ..blocks.pool import BlockPool
-from ..blocks.tiers import TieredPool
 from ..blocks.transfer import Aside, Encoded
-from ..config import CacheOptions, KVQuantizationConfig
+from ..config import UNENCODED, CacheOptions, KVQuantizationConfig
 from .base import BufferedLayer, removed_tokens
-from .buffer import row_signature
+from .buffer import KVBuffer, row_signature
+from .state import LayerState
 
 logger = logging.getLogger(__name__)
 
 # So many blocks are left to be sealed only by a prompt; they are sealed as soon as another layer is updated.
 PROMPT_BLOCKS = 4
+ROLES: tuple[Role, ...] = ("key", "value")
 # Where a row begins that has been nothing but padding so far.
 UNKNOWN = -1
 # Where a row begins whose first real tokens were sealed before it was known that they are.
@@ -65,7 +67,7 @@ class BlockLayer(BufferedLayer):
         self._damaged: int | Tensor = 0
         self._past_growths = 0  # of arenas that were made for other shapes
         self._ahead: tuple[tuple[int, int, int], Aside] | None = None
-        self._pool: BlockPool | TieredPool | None = None
+        self._pool: BlockPool | None = None
         self._table: list[list[int]] = []
         self._forget_blocks()
 
@@ -124,7 +126,7 @@ class BlockLayer(BufferedLayer):
         super()._take_geometry(key_states, value_states)
         self._forget_blocks()
 
-    def _slots(self) -> BlockPool | TieredPool:
+    def _slots(self) -> BlockPool:
         """The pool, made for the shapes of the tail where there is none."""
         if self._pool is None:
             keys, values = self.buffer.tensors
@@ -133,6 +135,7 @@ class BlockLayer(BufferedLayer):
             count = min(count, self._slot_limit(keys.shape[0]) or count)
             codecs = self._codecs(keys, values)
             self._pool = BlockPool(*codecs, keys.shape[1], keys.device, count, self.options.growth_factor)
+            self._pool.readers.add(self)
         return self._pool
 
     def _slot_limit(self, batch: int) -> int | None:
@@ -330,14 +333,24 @@ class BlockLayer(BufferedLayer):
 
     @property
     def used_bytes(self) -> int:
-        """Bytes of what is valid: tail, sinks, and a slot once however many rows hold it."""
+        """Bytes of what is valid: tail, sinks, and a block once however many rows hold it."""
         used = super().used_bytes
         if self._pool is not None:
-            used += self._pool.used * self._pool.bytes_per_slot
+            used += len(self._held_blocks()) * self._pool.bytes_per_slot
         if self._sinks is not None:
             sinks = self._sinks
             used += sum(part.numel() * part.element_size() for part in (sinks.keys, sinks.values, sinks.positions))
         return used
+
+    @property
+    def shared_bytes(self) -> int:
+        """Bytes of memory that others may hold too: of the tail until it is written to, and of blocks."""
+        tail = self.buffer.valid_bytes if self.buffer.shared else 0
+        return tail + (self._pool.shared(self._held_blocks()) * self._pool.bytes_per_slot if self._pool else 0)
+
+    def _held_blocks(self) -> Counter[int]:
+        """How often each block is held by a row."""
+        return Counter(itertools.chain.from_iterable(self._table))
 
     @property
     def full_precision_bytes(self) -> int:
@@ -346,6 +359,95 @@ class BlockLayer(BufferedLayer):
             return 0
         per_token = (batch * heads * head_dim * dtype.itemsize for batch, heads, head_dim, dtype, _ in self._signatures)
         return self.held_tokens * int(sum(per_token))
+
+    @property
+    def saved_as(self) -> str:
+        """The kind of layer that files say this one is."""
+        return "ContiguousLayer" if self.quantization is UNENCODED else "BlockLayer"
+
+    def state(self) -> LayerState:
+        """All that is held, to be saved: blocks as they are encoded, each once however many rows hold it.
+
+        Blocks that are not encoded go out as the tokens that they are.
+        """
+        if self.quantization is UNENCODED:
+            keys, values = self.copied()
+            tensors = {} if keys is None or values is None else {"keys": keys, "values": values}
+            return LayerState(self.saved_as, tensors, {}, self.get_seq_length())
+        state = super().state()
+        if not state.tensors:
+            return state
+        slots = list(dict.fromkeys(slot for row in self._table for slot in row))
+        saved = {slot: index for index, slot in enumerate(slots)}
+        state.numbers.update(
+            table=[[saved[slot] for slot in row] for row in self._table],
+            entry_tokens=list(self._entry_tokens),
+            padding_noted=self._padding_noted,
+        )
+        if slots and self._pool is not None:
+            for role in ROLES:
+                encoded = self._pool.gather(role, slots)
+                state.tensors.update({f"{role}.{name}": tensor for name, tensor in encoded.items()})
+        if self._sinks is not None:
+            sinks = self._sinks
+            state.tensors.update(sink_keys=sinks.keys, sink_values=sinks.values, sink_positions=sinks.positions)
+        if self._first_real is not None:
+            state.tensors["first_real"] = self._first_real
+        return state
+
+    def check_state(self, state: LayerState) -> None:
+        """Raise if this layer, which is empty, cannot take `state`."""
+        super().check_state(state)
+        if not state.tensors:
+            return
+        keys, values = state.pair()
+        if self.quantization is UNENCODED:
+            self.check_room(keys.shape[2])
+            return
+        batch, heads = keys.shape[:2]
+        entry_tokens, count = _checked_table(state, batch, self.block_size)
+        self.check_room(sum(entry_tokens) + keys.shape[2])
+        state.flag("padding_noted")
+        if count:
+            for role, codec in zip(ROLES, self._codecs(keys, values), strict=True):
+                for name, (shape, dtype) in codec.layout(heads).items():
+                    state.check_tensor(f"{role}.{name}", (count, *shape), dtype)
+        if "sink_positions" in state.tensors:
+            sinks = batch, heads, self.sink_tokens
+            state.check_tensor("sink_keys", (*sinks, keys.shape[3]), keys.dtype)
+            state.check_tensor("sink_values", (*sinks, values.shape[3]), values.dtype)
+            state.check_tensor("sink_positions", (batch, self.sink_tokens), torch.int32)
+        if "first_real" in state.tensors:
+            state.check_tensor("first_real", (batch,), torch.int64)
+
+    def take_state(self, state: LayerState, device: torch.device) -> None:
+        """Hold what `state` has, copied to `device`; blocks are neither decoded nor encoded."""
+        super().take_state(state, device)
+        if not state.tensors:
+            return
+        self.version += 1
+        if self.quantization is UNENCODED:
+            self.seal()
+            return
+        self._padding_noted = state.flag("padding_noted")
+        mentions = Counter(index for row in state.numbers["table"] for index in row)
+        if mentions:
+            pool = self._slots()
+            heads = state.tensor("keys").shape[1]
+            key_codes, value_codes = (
+                {name: state.tensor(f"{role}.{name}").to(device) for name in codec.layout(heads)}
+                for role, codec in zip(ROLES, (pool.key_codec, pool.value_codec), strict=True)
+            )
+            slots = pool.store(key_codes, value_codes, self._slot_limit(len(state.numbers["table"])))
+            pool.share(slots[index] for index, times in mentions.items() for _ in range(times - 1))
+            self._table = [[slots[index] for index in row] for row in state.numbers["table"]]
+            self._entry_tokens = list(state.numbers["entry_tokens"])
+            self.sealed_tokens = sum(self._entry_tokens)
+        if "sink_positions" in state.tensors:
+            names = ("sink_keys", "sink_values", "sink_positions")
+            self._sinks = Sinks(*(state.tensor(name).to(device, copy=True) for name in names))
+        if "first_real" in state.tensors:
+            self._first_real = state.tensor("first_real").to(device, copy=True)
 
     def _codecs(self, key_states: Tensor, value_states: Tensor) -> tuple[BlockCodec, BlockCodec]:
         """The codecs for K and V like these; raises if they cannot be encoded as asked."""
@@ -359,17 +461,20 @@ class BlockLayer(BufferedLayer):
     def _sealed(self, hidden: int) -> Sealed:
         """What kernels read, with the table on the device; the first `hidden` tokens are not visible."""
         assert self._pool is not None
-        if self._read_with is None:
+        sealed = self._read_with
+        if sealed is None:
             device = self.buffer.tensors[0].device
             with torch.inference_mode(False):
                 starts = torch.tensor([[0, *itertools.accumulate(self._entry_tokens)]], dtype=torch.int32)
-                table = torch.tensor(self._table, dtype=torch.int32).to(device)
                 starts = starts.expand(len(self._table), -1).contiguous().to(device)
-            pool = self._pool
-            self._read_with = Sealed(pool.key_codec, pool.value_codec, pool.keys, pool.values, table, starts)
-        if hidden == 0:
-            return self._read_with
-        return replace(self._read_with, starts=self._read_with.starts - hidden)
+                with self._pool.lock:  # another fork's thread may be moving blocks
+                    pool = self._pool
+                    slots = [[pool.slot(block) for block in row] for row in self._table]
+                    arenas = pool.keys, pool.values
+                table = torch.tensor(slots, dtype=torch.int32).to(device)
+                sealed = Sealed(pool.key_codec, pool.value_codec, *arenas, table, starts)
+            self._read_with = sealed
+        return sealed if hidden == 0 else replace(sealed, starts=sealed.starts - hidden)
 
     def _valid_positions(self, device: torch.device) -> Tensor:
         """Boolean over the tokens of all entries: those that a crop left."""
@@ -461,11 +566,66 @@ class BlockLayer(BufferedLayer):
         if self._pool is not None:
             self._pool.release([slot for row in rows for slot in row])
 
+    def take_over(self, buffer: KVBuffer) -> None:
+        """Hold the tokens of a contiguous buffer, which nobody uses any more, without copying them.
+
+        What makes whole blocks is read where it lies, by strides, where the kernels can; the rest is the tail. On other
+        devices, and where a graph goes through the tokens, they are copied.
+        """
+        tensors, tokens = buffer.tensors, buffer.length - buffer.length % self.block_size
+        self._take_geometry(*tensors)
+        count = tokens // self.block_size
+        by_strides = all(half.is_contiguous() and half.device.type == "cpu" for half in tensors)
+        if count > 0 and by_strides and not any(half.requires_grad for half in tensors):
+            codecs = self._codecs(*tensors)
+            self._pool, self._table = BlockPool.over(codecs, tensors, buffer.start, count, self.options.growth_factor)
+            self._pool.readers.add(self)
+            self._entry_tokens, self.sealed_tokens = [self.block_size] * count, tokens
+            keys, values = (half[:, :, buffer.start + tokens : buffer.end] for half in tensors)
+            self.buffer.adopt(keys, values)
+        else:
+            keys, values = buffer.view()
+            self.buffer.allocate(keys, values)
+            self.buffer.append(keys, values)
+            self.seal()
+
+    def fork(self) -> BlockLayer:
+        """A layer with the same tokens, and counters of its own: blocks are held once more, the tail until a write."""
+        twin = copy.copy(self)
+        twin._table, twin._ahead = [], None
+        twin.buffer = self.buffer.fork()
+        if self._pool is not None:
+            self._pool.share(itertools.chain.from_iterable(self._table))
+            self._pool.readers.add(twin)
+        twin._table, twin._entry_tokens = [list(row) for row in self._table], list(self._entry_tokens)
+        if self._sinks is not None:  # written to when what they are copied from is sealed
+            twin._sinks = copy.deepcopy(self._sinks)
+        twin.seals = twin.fused_calls = twin.materialised_calls = twin._damaged = 0
+        twin._table_changed()
+        return twin
+
+    def free(self) -> None:
+        """Forget all tokens, and give back their memory."""
+        super().free()
+        self._pool = None
+
+    def forget_places(self) -> None:
+        """Blocks have moved: let go of the arenas that they were in."""
+        self._table_changed()
+
+    def __del__(self) -> None:
+        pool, table = getattr(self, "_pool", None), getattr(self, "_table", None)
+        if pool is not None and table:
+            pool.drop([block for row in table for block in row])
+
     def __deepcopy__(self, memo: dict[int, Any]) -> BlockLayer:
         twin = copy.copy(self)
+        twin._table = []
         memo[id(self)] = twin
         for name in ("buffer", "_pool", "_table", "_entry_tokens", "_sinks", "_first_real"):
             setattr(twin, name, copy.deepcopy(getattr(self, name), memo))
+        if twin._pool is not None:
+            twin._pool.readers.add(twin)
         twin._ahead = None
         twin._table_changed()
         return twin
@@ -555,3 +715,19 @@ def _as_blocks(states: Tensor, block_size: int) -> Tensor:
     batch, heads, tokens, head_dim = states.shape
     blocks = states.reshape(batch, heads, tokens // block_size, block_size, head_dim)
     return blocks.transpose(1, 2).reshape(-1, heads, block_size, head_dim)
+
+
+def _checked_table(state: LayerState, batch: int, block_size: int) -> tuple[list[int], int]:
+    """The valid tokens of each entry of a saved table, and how many blocks it names; raises if it is not sound."""
+    table, entry_tokens = state.numbers.get("table"), state.numbers.get("entry_tokens")
+    if not isinstance(entry_tokens, list) or not all(type(n) is int and 0 < n <= block_size for n in entry_tokens):
+        raise ValueError(f"entry_tokens: expected ints from 1 to {block_size}, got {entry_tokens!r}")
+    rows = batch if entry_tokens else 0
+    if not isinstance(table, list) or len(table) != rows:
+        raise ValueError(f"table: expected {rows} rows, got {table!r}")
+    if any(not isinstance(row, list) or len(row) != len(entry_tokens) for row in table):
+        raise ValueError(f"table: expected rows of {len(entry_tokens)} entries, got {table!r}")
+    named = {index for row in table for index in row}
+    if named != set(range(len(named))):
+        raise ValueError(f"table: expected the blocks from 0 on, each at least once, got {sorted(map(str, named))}")
+    return entry_tokens, len(named)

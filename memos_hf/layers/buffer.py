@@ -121,6 +121,11 @@ class KVBuffer:
         self.start, self.end = 0, max((half.shape[2] for half in (keys, values) if half is not None), default=0)
         self.capacity = self.end
 
+    def fork(self) -> KVBuffer:
+        """A buffer that holds the same tensors. Whichever of the two is written to first takes a copy."""
+        self._writable = False
+        return copy.copy(self)
+
     def halves(self) -> tuple[Tensor | None, Tensor | None]:
         """What is valid of K and of V, each for itself: one may still be missing or of another length."""
         keys, values = (
@@ -236,7 +241,7 @@ class KVBuffer:
         if self._writable and needed <= self.capacity and not self._seen_by_graph:
             self._move_to_front()
             return
-        capacity = self.capacity
+        capacity = self.capacity if self._writable else max(self.capacity, min(self.first_capacity, limit or needed))
         if needed > capacity:
             capacity = math.ceil(capacity * self.growth_factor)
         if limit is not None:

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer
 
-from ..config import CacheOptions
+from ..config import UNENCODED, CacheOptions
 from .base import BufferedLayer
 from .blocks import BlockLayer
 from .contiguous import ContiguousLayer
@@ -43,6 +43,16 @@ def sliding_layer(options: CacheOptions, layer_idx: int, sliding_window: int) ->
     return kind(options, encoding, sliding_window)
 
 
+def layer_of_kind(kind: str, options: CacheOptions, layer_idx: int, sliding_window: int | None) -> BufferedLayer | None:
+    """A new layer of ours that takes what is saved of a layer of `kind`; `None` if `options` ask for another."""
+    layer = (
+        full_attention_layer(options, layer_idx)
+        if sliding_window is None
+        else sliding_layer(options, layer_idx, sliding_window)
+    )
+    return layer if layer.saved_as == kind else None
+
+
 def from_dynamic(layer: Any, options: CacheOptions, layer_idx: int) -> Any:
     """A layer of ours with a copy of what `layer`, of any dynamic class or ours, holds; other classes are copied."""
     if isinstance(layer, WindowedLayer) or type(layer) is DynamicSlidingWindowLayer:
@@ -63,6 +73,20 @@ def from_dynamic(layer: Any, options: CacheOptions, layer_idx: int) -> Any:
     return copy.deepcopy(layer)
 
 
+def in_blocks(layer: Any) -> Any:
+    """A layer that can share its tokens: what is contiguous becomes blocks, without a copy, if there is a whole one."""
+    if type(layer) is not ContiguousLayer or layer.buffer.length < layer.options.block_size:
+        return layer
+    blocks = BlockLayer(layer.options, UNENCODED)
+    blocks.take_over(layer.buffer)
+    return blocks
+
+
+def forked(layer: Any) -> Any:
+    """A layer with the same tokens as one that `in_blocks` gave; of transformers' kinds, a copy."""
+    return layer.fork() if isinstance(layer, BufferedLayer) else copy.deepcopy(layer)
+
+
 def to_dynamic(layer: Any) -> Any:
     """The transformers layer that stands where `layer` stood, with a copy of what it holds."""
     if isinstance(layer, WindowedLayer):
@@ -75,7 +99,14 @@ def to_dynamic(layer: Any) -> Any:
     return copy.deepcopy(layer)
 
 
-def check_quantizable(layer: ContiguousLayer | SlidingLayer, options: CacheOptions, layer_idx: int) -> None:
+def is_exact(layer: Any) -> bool:
+    """Whether a layer of ours keeps its tokens as they are, and can be quantized."""
+    return isinstance(layer, (ContiguousLayer, SlidingLayer)) or (
+        isinstance(layer, BlockLayer) and layer.quantization is UNENCODED
+    )
+
+
+def check_quantizable(layer: BufferedLayer, options: CacheOptions, layer_idx: int) -> None:
     """Raise if what `layer` holds cannot be encoded as `options` ask."""
     target: BufferedLayer
     if isinstance(layer, SlidingLayer):

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import copy
 import itertools
-from collections.abc import Iterator, Sequence
+import weakref
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -13,6 +14,7 @@ from torch import Tensor
 
 from ..attention.dispatch import can_attend
 from ..attention.lazy import Role
+from ..attention.op import MOST_QUERIES
 from ..attention.parts import Part, attend_in_parts, attend_to_part
 from ..attention.reference import Exact, Sealed, Sinks
 from ..blocks.budget import Lease
@@ -81,7 +83,10 @@ class OffloadedLayer(BlockLayer):
     def __init__(self, options: CacheOptions, quantization: KVQuantizationConfig) -> None:
         assert options.lease is not None
         self.lease: Lease = options.lease
+        # What takes back a step of the cache that cannot be finished.
+        self.undo_step: weakref.WeakMethod[Callable[[BaseException], None]] | None = None
         self._parked: ParkedTail | None = None
+        self._is_sealing = False
         self._past_counts = [0, 0, 0, 0]  # of pools that were made for other shapes
         super().__init__(options, quantization)
         self.lease.register(self)
@@ -110,7 +115,7 @@ class OffloadedLayer(BlockLayer):
     def check_update(self, key_states: Tensor, value_states: Tensor) -> None:
         """Raise if K and V cannot be appended to what is held, or if the budget is below one block."""
         super().check_update(key_states, value_states)
-        if self.is_empty:
+        if self.is_empty and key_states.device.type != "meta":  # of a file that is to be loaded, only shapes are shown
             self._new_pool(key_states, value_states).check_budget()
 
     def _new_pool(self, keys: Tensor, values: Tensor) -> TieredPool:
@@ -121,7 +126,8 @@ class OffloadedLayer(BlockLayer):
         if self._pool is None:
             self._pool = self._new_pool(*self.buffer.tensors)
         assert isinstance(self._pool, TieredPool)
-        self._pool.reserved_bytes = self._bytes_beside_blocks()
+        tail = _bytes(self._buffer.tensors) * self._tail_after_sealing // max(self._buffer.capacity, 1)
+        self._pool.reserved_bytes = tail + _bytes(self._notes())
         return self._pool
 
     def _take_geometry(self, key_states: Tensor, value_states: Tensor) -> None:
@@ -161,7 +167,11 @@ class OffloadedLayer(BlockLayer):
         if self.lease.active_blocks is not None and not self.is_sliding:
             keys = self.buffer.view()[0][:, :, : count * self.block_size]
             bounds = KeyBounds.of(keys, self.block_size)
-        super().seal()
+        self._is_sealing = True
+        try:
+            super().seal()
+        finally:
+            self._is_sealing = False
         if bounds is not None:
             self._bounds = bounds if self._bounds is None else self._bounds.followed_by(bounds)
 
@@ -189,7 +199,9 @@ class OffloadedLayer(BlockLayer):
 
     def reading_failed(self, error: BaseException) -> None:
         """Take back the step in which attention could not read what it needs."""
-        self.lease.failed(error)
+        undo = self.undo_step() if self.undo_step is not None else None
+        if undo is not None:
+            undo(error)
 
     def attend(
         self,
@@ -230,6 +242,8 @@ class OffloadedLayer(BlockLayer):
         """Of each row, the entries to read; `None`: all."""
         active = self.lease.active_blocks
         if self._bounds is None or active is None or active >= len(self._entry_tokens):
+            return None
+        if query.shape[2] > MOST_QUERIES:  # a prompt, whose queries would have to agree on a few blocks
             return None
         return self._bounds.select(query, mask, self._entry_tokens, active)
 
@@ -294,35 +308,39 @@ class OffloadedLayer(BlockLayer):
 
     def _parts(self, pieces: list[_Piece], tail: Exact, hidden: int, mask: Tensor | None) -> Iterator[Part]:
         """The parts of an attention call, one after the other; what comes later is read while one is computed."""
-        pool = self._slots()
-        staged = [piece.blocks for piece in pieces if not piece.is_resident]
-        if staged:
-            pool.staging.begin(pool, staged)
+        staged = [piece for piece in pieces if not piece.is_resident]
         tail_is_left = True
         for piece in pieces:
             if piece.is_resident:
-                joined = piece.is_uniform
-                yield self._part(piece, tail if joined else None, hidden, mask)
-                tail_is_left = tail_is_left and not joined
-                continue
-            buffer = pool.staged(piece.blocks)
-            staged.remove(piece.blocks)
-            try:
-                pool.staging.begin(pool, staged)
-                yield self._part(piece, None, hidden, mask, buffer)
-                pool.admit(piece.blocks, buffer)
-            finally:
-                pool.staging.give_back(buffer)
+                yield self._part(piece, tail if piece.is_uniform else None, hidden, mask)
+                tail_is_left = tail_is_left and not piece.is_uniform
         if tail_is_left:
             yield Part(tail, None, None, self._tail_positions(tail, hidden))
-        self._read_ahead()
+        if staged:
+            yield from self._staged_parts(staged, hidden, mask)
+
+    def _staged_parts(self, pieces: list[_Piece], hidden: int, mask: Tensor | None) -> Iterator[Part]:
+        pool = self._slots()
+        staging, left = pool.staging, [piece.blocks for piece in pieces]
+        with staging.lock:
+            for piece in pieces:
+                buffer = pool.staged(piece.blocks)
+                left.remove(piece.blocks)
+                try:
+                    staging.begin(pool, left)
+                    yield self._part(piece, None, hidden, mask, buffer)
+                    pool.admit(piece.blocks, buffer)
+                finally:
+                    staging.give_back(buffer)
+            self._read_ahead()
 
     def _read_ahead(self) -> None:
         """Begin to read what the layer after this one will stage, while this one's step goes on."""
         following = self.lease.following(self)
         if isinstance(following, OffloadedLayer) and (upcoming := following.upcoming()):
             pool = following._slots()
-            pool.staging.begin(pool, upcoming)
+            with pool.staging.lock:
+                pool.staging.begin(pool, upcoming)
 
     def upcoming(self) -> list[tuple[int, ...]]:
         """What the next attention call will stage, as far as is known."""
@@ -391,22 +409,19 @@ class OffloadedLayer(BlockLayer):
         where[:, :1] = torch.where(has_first, 0, -1)
         return where
 
-    def held_on(self, device: torch.device) -> int:
-        """Bytes of the budget of `device` that the layer holds."""
-        pool, held = self.tiers, 0
-        if pool is not None and pool.device == device:
-            held += pool.capacity * pool.bytes_per_slot
-        elif pool is not None and device == HOST:
-            held += _bytes(pool.host_tensors)
-        return held + (self._bytes_beside_blocks() if self.device == device else 0)
-
-    def _bytes_beside_blocks(self) -> int:
-        """Bytes of what is not in blocks. Of a tail that a prompt has filled, what is left when it has been sealed."""
+    def bytes_beside_blocks(self, device: torch.device) -> int:
+        """Bytes on `device` of what is not in blocks; while a prompt is sealed, of what will be left of its tail."""
+        if self.device != device:
+            return 0
         tail = 0
         if self._buffer.allocated:
-            capacity = min(self._buffer.capacity, self.residual + 2 * self.block_size)
-            tail = capacity * int(sum(_bytes([half[:, :, :1]]) for half in self._buffer.tensors))
+            per_token = int(sum(_bytes([half[:, :, :1]]) for half in self._buffer.tensors))
+            tail = per_token * (self._tail_after_sealing if self._is_sealing else self._buffer.capacity)
         return tail + _bytes(self._notes())
+
+    @property
+    def _tail_after_sealing(self) -> int:
+        return min(self._buffer.capacity, self.residual + 2 * self.block_size)
 
     def _beside_blocks(self) -> list[Tensor]:
         """What is always on the device while the layer is: the tail, sinks and bounds."""
@@ -424,18 +439,18 @@ class OffloadedLayer(BlockLayer):
         return self._beside_blocks() + ([*pool.tensors, *pool.host_tensors] if pool is not None else [])
 
     @property
-    def shares_memory(self) -> bool:
-        """Whether others may hold the tail's tensors too."""
-        return self._buffer.shared
+    def shared_bytes(self) -> int:
+        """Bytes of memory that others may hold too, on all tiers."""
+        tail, pool = self._buffer.valid_bytes if self._buffer.shared else 0, self.tiers
+        return tail + (pool.shared(self._held_blocks()) * pool.bytes_per_slot if pool is not None else 0)
 
     def used_by_tier(self) -> dict[str, int]:
         """Bytes of what is valid, by where it is: a device, `"cpu"` or `"disk"`; what is on two counts as the first."""
         if not self.is_initialized:
             return {}
         pool, device = self.tiers, str(self.device)
-        found = pool.below() if pool is not None else {}
-        on_device = _bytes(self._notes()) + (pool.on_device * pool.bytes_per_slot if pool is not None else 0)
-        found[device] = found.get(device, 0) + on_device
+        found = pool.used_by_tier(self._held_blocks()) if pool is not None else {}
+        found[device] = found.get(device, 0) + _bytes(self._notes())
         tail, tier = (self._buffer.valid_bytes, device) if self._parked is None else self._parked.used
         found[tier] = found.get(tier, 0) + tail
         return found
@@ -476,6 +491,16 @@ class OffloadedLayer(BlockLayer):
         due = self._signatures[0][0] * max((tail - self.residual) // self.block_size, 0)
         return (pool.outside(due) if due else 0), pool.bytes_per_slot
 
+    def fork(self) -> OffloadedLayer:
+        """A layer with the same tokens in the same part of the budget."""
+        with self.lease.lock:
+            self._bring_tail_back()
+            twin = super().fork()
+            assert isinstance(twin, OffloadedLayer)
+            twin.undo_step, twin._past_counts = None, [0, 0, 0, 0]
+            twin.lease.register(twin)
+        return twin
+
     def __deepcopy__(self, memo: dict[int, Any]) -> OffloadedLayer:
         with self.lease.lock:
             self._bring_tail_back()  # a copy has its tail on the device
@@ -483,7 +508,7 @@ class OffloadedLayer(BlockLayer):
             assert isinstance(twin, OffloadedLayer)
             twin.options = copy.deepcopy(self.options, memo)
             assert twin.options.lease is not None
-            twin.lease = twin.options.lease
+            twin.lease, twin.undo_step = twin.options.lease, None
             twin._bounds = copy.deepcopy(self._bounds, memo)
             twin.lease.register(twin)
         return twin

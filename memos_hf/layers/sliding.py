@@ -10,6 +10,7 @@ from torch import Tensor
 
 from ..config import CacheOptions
 from .base import BufferedLayer, removed_tokens
+from .state import LayerState
 
 
 class WindowedLayer(BufferedLayer):
@@ -125,6 +126,30 @@ class WindowedLayer(BufferedLayer):
         """Forget all tokens."""
         super().reset()
         self.cumulative_length = 0
+
+    def state(self) -> LayerState:
+        """All that is held, to be saved, and how many tokens were seen."""
+        state = super().state()
+        state.numbers.update(
+            sliding_window=self.sliding_window,
+            cumulative_length=self.cumulative_length,
+            record_past=self.record_past,
+        )
+        return state
+
+    def check_state(self, state: LayerState) -> None:
+        """Raise if this layer, which is empty, cannot take `state`."""
+        super().check_state(state)
+        if state.count("sliding_window") != self.sliding_window:
+            raise ValueError(f"sliding_window: expected {self.sliding_window}, got {state.numbers['sliding_window']}")
+        self.check_room(state.count("cumulative_length"))
+        state.flag("record_past")
+
+    def take_state(self, state: LayerState, device: torch.device) -> None:
+        """Hold what `state` has, copied to `device`."""
+        self.record_past = state.flag("record_past")
+        super().take_state(state, device)
+        self.cumulative_length = state.count("cumulative_length")
 
 
 class SlidingLayer(WindowedLayer):

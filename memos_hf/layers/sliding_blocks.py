@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import torch
 from torch import Tensor
 
-from ..config import CacheOptions, KVQuantizationConfig
+from ..config import UNENCODED, CacheOptions, KVQuantizationConfig
 from .blocks import BlockLayer
 from .sliding import WindowedLayer
+from .state import LayerState
 
 
 class SlidingBlockLayer(WindowedLayer, BlockLayer):
@@ -115,6 +117,33 @@ class SlidingBlockLayer(WindowedLayer, BlockLayer):
         """Remove the last `-tokens_to_remove` tokens and what lies beyond the window before them."""
         super().crop(tokens_to_remove)
         self._release_hidden()
+
+    @property
+    def saved_as(self) -> str:
+        """The kind of layer that files say this one is."""
+        return "SlidingLayer" if self.quantization is UNENCODED else "SlidingBlockLayer"
+
+    def state(self) -> LayerState:
+        """All that is held, to be saved, hidden tokens of a visible block among it."""
+        state = super().state()
+        if self.quantization is not UNENCODED:
+            state.numbers["hidden"] = self._hidden
+        return state
+
+    def check_state(self, state: LayerState) -> None:
+        """Raise if this layer, which is empty, cannot take `state`."""
+        super().check_state(state)
+        if self.quantization is UNENCODED:
+            return
+        held = sum(state.numbers.get("entry_tokens", ())) + (state.pair()[0].shape[2] if state.tensors else 0)
+        if state.count("hidden") > held:
+            raise ValueError(f"hidden: expected at most the {held} tokens that are held, got {state.numbers['hidden']}")
+
+    def take_state(self, state: LayerState, device: torch.device) -> None:
+        """Hold what `state` has, copied to `device`."""
+        super().take_state(state, device)
+        if self.quantization is not UNENCODED:
+            self._hidden = state.count("hidden")
 
     def _remove_last(self, tokens: int) -> None:
         BlockLayer.crop(self, -min(tokens, self.held_tokens))

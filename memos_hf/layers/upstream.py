@@ -8,7 +8,7 @@ before any layer has changed.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -16,6 +16,12 @@ from torch import Tensor
 from transformers.cache_utils import CacheLayerMixin, DynamicLayer, LinearAttentionCacheLayerMixin, StaticLayer
 
 from .base import BufferedLayer, removed_tokens
+from .state import LayerState, placeholder
+
+# What `lazy_initialization` sets from the first tensors, so that it need not be saved.
+SET_AT_FIRST = ("device", "dtype", "batch_size", "num_heads", "k_head_dim", "v_head_dim")
+# What a config decides, so that it is compared and not taken.
+SET_BY_CONFIG = ("sliding_window", "max_cache_len", "number_of_states", "compress_rate")
 
 
 class UpstreamLayer:
@@ -94,6 +100,93 @@ class UpstreamLayer:
             return
         with torch.inference_mode(False):
             self._map_states(lambda state: state.clone() if state.is_inference() else state)
+
+    def state(self) -> LayerState:
+        """All that is held, to be saved: tensors and numbers by the names of the layer's attributes."""
+        tensors: dict[str, Tensor] = {}
+        numbers: dict[str, Any] = {}
+        for name, value in self._attributes():
+            if isinstance(value, Tensor):
+                tensors[name] = value.detach()
+            elif value is None or isinstance(value, (bool, int, float, str)):
+                numbers[name] = value
+        if isinstance(self.layer, StaticLayer) and "keys" in tensors:
+            held = min(int(self.layer.get_seq_length()), self.layer.max_cache_len)
+            tensors.update(keys=tensors["keys"][:, :, :held], values=tensors["values"][:, :, :held])
+        tokens = int(self.layer.get_seq_length()) if isinstance(self.layer, CacheLayerMixin) else None
+        return LayerState(type(self.layer).__name__, tensors, numbers, tokens)
+
+    def check_state(self, state: LayerState) -> None:
+        """Raise if this layer, which is empty, cannot take `state`."""
+        own = dict(self._attributes())
+        for name in (*state.tensors, *state.numbers):
+            if name not in own:
+                raise ValueError(f"{name}: a {state.kind} of this version of transformers has no such state")
+        for name, value in state.numbers.items():
+            if name in SET_BY_CONFIG and value != own[name]:
+                raise ValueError(f"{name}: expected {own[name]}, got {value}")
+            if value is not None and own[name] is not None and type(value) is not type(own[name]):
+                raise ValueError(f"{name}: expected a {type(own[name]).__name__}, got {value!r}")
+        if "keys" in state.tensors and state.numbers.get("is_initialized"):
+            keys, values = state.pair()
+            if keys.ndim != 4 or values.ndim != 4 or keys.shape[:3] != values.shape[:3]:
+                raise ValueError(
+                    "keys, values: expected [batch, heads, tokens, head_dim] with the same heads and tokens, got "
+                    f"{tuple(keys.shape)} and {tuple(values.shape)}"
+                )
+            if isinstance(self.layer, StaticLayer) and keys.shape[2] > self.layer.max_cache_len:
+                raise ValueError(f"keys: expected at most {self.layer.max_cache_len} tokens, got {keys.shape[2]}")
+
+    def take_state(self, state: LayerState, device: torch.device) -> None:
+        """Hold what `state` has, copied to `device`. This layer is empty, and `check_state` did not raise."""
+        # What is written later, in whatever mode, must not be made under inference mode.
+        with torch.inference_mode(False):
+            self._initialize_like(state, device)
+            for name, value in state.numbers.items():
+                if name not in SET_BY_CONFIG:
+                    self._set(name, value)
+            for name, tensor in state.tensors.items():
+                self._put(name, tensor, device)
+
+    def _initialize_like(self, state: LayerState, device: torch.device) -> None:
+        """Let the layer allocate, and note devices and dtypes, as at its first update."""
+        if "keys" in state.tensors and state.numbers.get("is_initialized"):
+            self.layer.lazy_initialization(*(placeholder(half, device) for half in state.pair()))
+        if "indexer_keys" in state.tensors:
+            self.layer.lazy_initialization_indexer(placeholder(state.tensors["indexer_keys"], device))
+        states = [name for name in state.tensors if name.startswith(("conv_states.", "recurrent_states."))]
+        if self._is_recurrent and states:
+            self.layer.device = device
+            self.layer.dtype = self.layer.dtype or state.tensors[states[0]].dtype
+
+    def _put(self, name: str, tensor: Tensor, device: torch.device) -> None:
+        """Copy a tensor in place where the layer has allocated for it: compiled steps know the address."""
+        own = dict(self._attributes()).get(name)
+        if isinstance(own, Tensor) and own.shape == tensor.shape:
+            own.copy_(tensor)
+        elif isinstance(own, Tensor) and isinstance(self.layer, StaticLayer) and name in ("keys", "values"):
+            own[:, :, : tensor.shape[2]].copy_(tensor)
+        else:
+            taken = tensor.to(device, copy=True)
+            if self._is_recurrent and not self.layer.record_past:
+                torch._dynamo.mark_static_address(taken)
+            self._set(name, taken)
+
+    def _set(self, name: str, value: Any) -> None:
+        attribute, _, key = name.partition(".")
+        if key:
+            entries = getattr(self.layer, attribute)
+            entries[next(own for own in entries if str(own) == key)] = value
+        else:
+            setattr(self.layer, attribute, value)
+
+    def _attributes(self) -> Iterator[tuple[str, Any]]:
+        """What the layer's attributes hold, by name, the entries of dicts as `"attribute.key"`."""
+        for name, value in vars(self.layer).items():
+            if isinstance(value, dict):
+                yield from ((f"{name}.{key}", entry) for key, entry in value.items())
+            elif name not in SET_AT_FIRST:
+                yield name, value
 
     def _is_empty(self) -> bool:
         if self._is_recurrent and any(self.layer.has_previous_state.values()):
