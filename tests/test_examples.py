@@ -79,18 +79,8 @@ def test_a_long_context_gives_the_same_tokens_in_a_part_of_the_memory(tmp_path):
     report, picture = tmp_path / "figures.json", tmp_path / "figures.png"
     printed = run(
         "long_context",
-        *(
-            "--tokens",
-            "1300",
-            "--new-tokens",
-            "3",
-            "--active-blocks",
-            "2",
-            "--json",
-            str(report),
-            "--png",
-            str(picture),
-        ),
+        *("--tokens", "1300", "--new-tokens", "3", "--active-blocks", "2"),
+        *("--json", str(report), "--png", str(picture)),
     )
     assert "all but active blocks gave the same tokens" in printed
     assert picture.read_bytes().startswith(b"\x89PNG")
