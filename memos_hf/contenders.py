@@ -23,8 +23,8 @@ ONE_SCALE = KVQuantizationConfig(key_axis="tensor", value_axis="tensor")
 OFFLOADED_SHARE = 0.4
 BLOCK_SIZE = 128
 CPU = torch.device("cpu")
-# An offloaded cache whose attention reads so many blocks, however many that are.
-_ACTIVE = re.compile(r"memos-active-([1-9]\d*)")
+# An offloaded cache whose attention reads so many blocks, of so many tokens.
+_ACTIVE = re.compile(r"memos-active-([1-9]\d*)(?:x(8|16|32|64|128|256))?")
 
 
 @dataclass(frozen=True)
@@ -111,7 +111,13 @@ def _memos(config: PretrainedConfig, room: Room, **options: Any) -> Cache:
     return MemOSCache(config, **options)
 
 
-def offloaded(config: PretrainedConfig, room: Room, share: float = OFFLOADED_SHARE, **options: Any) -> MemOSCache:
+def offloaded(
+    config: PretrainedConfig,
+    room: Room,
+    share: float = OFFLOADED_SHARE,
+    block_size: int = BLOCK_SIZE,
+    **options: Any,
+) -> MemOSCache:
     """A cache that may have a share of what it will hold on the device, one block of each layer at least.
 
     Parameters
@@ -119,12 +125,14 @@ def offloaded(config: PretrainedConfig, room: Room, share: float = OFFLOADED_SHA
     config : PretrainedConfig
     room : Room
     share : float
+    block_size : int
+        Tokens in a block.
     **options
         Of :class:`~memos_hf.OffloadConfig`.
     """
     place: int | str = room.device.type if room.device.type in ("cpu", "mps") else room.device.index or 0
-    budget = max(int(share * room.full_bytes(config)), replace(room, tokens=BLOCK_SIZE).full_bytes(config))
-    return MemOSCache(config, offload=OffloadConfig({place: budget}, **options))
+    budget = max(int(share * room.full_bytes(config)), replace(room, tokens=block_size).full_bytes(config))
+    return MemOSCache(config, offload=OffloadConfig({place: budget}, **options), block_size=block_size)
 
 
 def _transformers_quantized(config: PretrainedConfig, room: Room, **options: Any) -> Cache:
@@ -162,12 +170,12 @@ CONTENDERS: dict[str, Contender] = {
 }
 
 
-# What `--caches` takes; N is any number of blocks.
-NAMES = (*CONTENDERS, "memos-active-N")
+# What `--caches` takes; N is any number of blocks, T how many tokens one has.
+NAMES = (*CONTENDERS, "memos-active-N", "memos-active-NxT")
 
 
 def contender(name: str) -> Contender:
-    """The one called `name`; `"memos-active-8"` and the like are an offloaded cache that reads so many blocks.
+    """The one called `name`; `"memos-active-8x32"` is an offloaded cache that reads 8 blocks of 32 tokens, and so on.
 
     Raises
     ------
@@ -179,7 +187,8 @@ def contender(name: str) -> Contender:
     match = _ACTIVE.fullmatch(name)
     if match is None:
         raise ValueError(f"caches: expected some of {NAMES}, got {name!r}")
-    return Contender(name, partial(offloaded, active_blocks=int(match[1])), _nothing)
+    active = partial(offloaded, active_blocks=int(match[1]), block_size=int(match[2] or BLOCK_SIZE))
+    return Contender(name, active, _nothing)
 
 
 def available(

@@ -132,8 +132,10 @@ def test_a_budget_is_a_share_of_what_will_be_held_but_a_block_of_each_layer_at_l
 
 def test_a_cache_of_active_blocks_is_named_by_their_number():
     cache = contender("memos-active-12").make(llama().config, Room(1000))
-    assert cache.options.offload.active_blocks == 12
-    for name in ("memos-active-0", "memos-active-", "memos-active-2x"):
+    assert (cache.options.offload.active_blocks, cache.options.block_size) == (12, BLOCK_SIZE)
+    cache = contender("memos-active-12x32").make(llama().config, Room(1000))
+    assert (cache.options.offload.active_blocks, cache.options.block_size) == (12, 32)
+    for name in ("memos-active-0", "memos-active-", "memos-active-2x", "memos-active-2x33"):
         with pytest.raises(ValueError, match="caches: expected some of"):
             contender(name)
 

@@ -145,6 +145,6 @@ def _ticking(rounds: int, tick: Callable[[], object]) -> Iterator[int]:
 def materialised_calls(decoder: Decoder) -> int | None:
     """Attention calls that decoded a layer, of a cache that can read in place; `None` of others."""
     cache = decoder.cache
-    if not isinstance(cache, MemOSCache) or cache.options.quantization is cache.options.offload is None:
+    if not isinstance(cache, MemOSCache) or (cache.options.quantization is None and cache.options.offload is None):
         return None
     return cache.stats.materialised_calls
