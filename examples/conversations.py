@@ -101,9 +101,11 @@ class Meeting:
     hits: int = 0
     misses: int = 0
 
-    def look(self) -> None:
+    def look(self, budget: MemoryBudget) -> None:
         """Note what is in memory now."""
         held = sum(memory_bytes(conversation.decoder.cache) for conversation in self.conversations)
+        # Every cache reports the buffers that all on the budget share.
+        held -= (len(self.conversations) - 1) * sum(tensor.nbytes for tensor in budget.staging_tensors())
         self.memory_bytes = max(self.memory_bytes, held)
 
     def close(self, folder: Path) -> None:
@@ -142,10 +144,10 @@ def hold(model: PreTrainedModel, texts: list[Tensor], turns: Turns, new_tokens: 
         meeting = Meeting([Conversation(Decoder(model, empty())) for _ in texts])
         for conversation, ids in progress(list(zip(meeting.conversations, texts, strict=True)), "reading"):
             conversation.read(ids)
-            meeting.look()
+            meeting.look(shared)
         for index, question in progress(turns, "turns"):
             meeting.conversations[index].ask(question, new_tokens)
-            meeting.look()
+            meeting.look(shared)
         meeting.process_bytes = anonymous_bytes() - before
         meeting.close(Path(folder))
     return meeting
