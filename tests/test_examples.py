@@ -95,7 +95,7 @@ def test_a_long_context_gives_the_same_tokens_in_a_part_of_the_memory(tmp_path):
         assert row["bytes_moved_per_token"] > 0
         assert [tokens for tokens, _ in row["held"]][-1] == 1300 + 3 + WARMUP
     assert resident["hit_rate"] is None
-    assert pin["hit_rate"] > lru["hit_rate"]  # a scan longer than the room for it leaves lru nothing
+    assert 0 < pin["hit_rate"] == lru["hit_rate"] < 1  # what is on the device is read before it has to give way
 
 
 def test_conversations_come_back_and_leave_no_files(tmp_path):
