@@ -584,13 +584,17 @@ class MemOSCache(DynamicCache):  # type: ignore[misc]
     def batch_repeat_interleave(self, repeats: int) -> None:
         """Repeat every row of the batch `repeats` times, side by side; recurrent states too.
 
-        Rows share what is in whole blocks. Contiguous layers become layers of blocks, which lie where the tokens are.
+        Rows share what is in whole blocks. Contiguous layers become layers of blocks, which lie where the tokens are,
+        and blocks that are due are sealed now, as each row has a tail of its own.
         """
         _check_repeats(repeats)
         with self._exclusive():
             if repeats > 1 and not self.options.static:
                 self.layers = [convert.in_blocks(layer) for layer in self.layers]
                 self._has_blocks = any(isinstance(layer, BlockLayer) for layer in self.layers)
+                for layer in self.layers:
+                    if isinstance(layer, BlockLayer):
+                        layer.seal()
             for layer in map(adapted, self.layers):
                 layer.batch_repeat_interleave(repeats)
 

@@ -78,6 +78,8 @@ class ReferenceLayer(DynamicLayer):
         self.sealed = [half[:, :, : self.keys.shape[2]] for half in self.sealed]
 
     def batch_repeat_interleave(self, repeats: int) -> None:
+        if repeats > 1:
+            self.seal()  # so that rows share it
         self.batch_select_indices(torch.arange(self.keys.shape[0]).repeat_interleave(repeats))
 
     def reorder_cache(self, beam_idx: Tensor) -> None:

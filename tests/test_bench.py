@@ -13,21 +13,22 @@ from transformers import DynamicCache
 from memos_hf import MemOSCache
 from memos_hf import contenders as contenders_module
 from memos_hf.__main__ import main
-from memos_hf.bench import end_to_end, kernel
+from memos_hf.bench import end_to_end, kernel, offload
 from memos_hf.bench.budget import Budget
 from memos_hf.bench.calls import Geometry, RandomCalls
 from memos_hf.bench.decode import WARMUP
 from memos_hf.bench.grid import Grid, measure
-from memos_hf.bench.memory import PeakMemory, held_bytes
+from memos_hf.bench.memory import PeakMemory, anonymous_bytes, held_bytes
+from memos_hf.bench.offload import OffloadSizes
 from memos_hf.bench.results import Comparison, Measurement, Place
 from memos_hf.bench.shapes import SHAPES, random_model, shape_config
 from memos_hf.bench.suite import QUICK, GpuSuite
 from memos_hf.bench.timing import device_times, interleave
-from memos_hf.contenders import CONTENDERS, available
+from memos_hf.contenders import BLOCK_SIZE, CONTENDERS, REFERENCE, Contender, Room, available, contender, offloaded
 from memos_hf.output import JsonReport
 
 CPU = torch.device("cpu")
-CACHES = ["static", "memos", "memos-int8", "memos-int2"]
+CACHES = ["static", "memos", "memos-int8", "memos-int2", "memos-offload", "memos-active-2"]
 
 
 @pytest.fixture(scope="module")
@@ -107,8 +108,36 @@ def test_bytes_and_tokens_are_the_caches_own(grid_report):
         assert held["dynamic"] == per_token * rows * (600 + WARMUP + 3)
         assert held["static"] - held["dynamic"] < 1000  # and a length for each layer
         assert held["memos"] >= held["dynamic"] > held["memos-int8"] > held["memos-int2"]
-    lossless = [row for row in grid_report["results"] if CONTENDERS[row["cache"]].lossless]
-    assert lossless and all(row["same_tokens"] for row in lossless)
+    exact = [row for row in grid_report["results"] if row["cache"] in (REFERENCE, "static", "memos", "memos-offload")]
+    assert len(exact) == 16 and all(row["same_tokens"] for row in exact)
+
+
+def test_an_offloaded_cache_is_read_in_place(grid_report):
+    rows = [row for row in grid_report["results"] if row["cache"] in ("memos-offload", "memos-active-2")]
+    assert len(rows) == 8 and all(row["materialised_calls"] == 0 for row in rows)
+
+
+def test_a_budget_is_a_share_of_what_will_be_held_but_a_block_of_each_layer_at_least():
+    config, cpu = llama().config, torch.device("cpu")
+    per_token = 2 * 4 * config.num_hidden_layers * config.num_key_value_heads * config.head_dim
+
+    def limit(room, **options):
+        return offloaded(config, room, **options).options.lease.budget.limit(cpu)
+
+    assert limit(Room(1000, rows=3)) == int(0.4 * 3000 * per_token)
+    assert limit(Room(1000), share=0.25) == 250 * per_token
+    assert limit(Room(1000, dtype=torch.bfloat16)) == int(0.4 * 500 * per_token)
+    assert limit(Room(10, rows=2)) == 2 * BLOCK_SIZE * per_token
+
+
+def test_a_cache_of_active_blocks_is_named_by_their_number():
+    cache = contender("memos-active-12").make(llama().config, Room(1000))
+    assert (cache.options.offload.active_blocks, cache.options.block_size) == (12, BLOCK_SIZE)
+    cache = contender("memos-active-12x32").make(llama().config, Room(1000))
+    assert (cache.options.offload.active_blocks, cache.options.block_size) == (12, 32)
+    for name in ("memos-active-0", "memos-active-", "memos-active-2x", "memos-active-2x33"):
+        with pytest.raises(ValueError, match="caches: expected some of"):
+            contender(name)
 
 
 def test_the_report_says_what_gave_it(grid_report):
@@ -176,7 +205,7 @@ def test_caches_take_chunks_and_steps_in_turn():
             cache.name = name
             return cache
 
-        return contenders_module.Contender(name, make, lambda device: None)
+        return Contender(name, make, lambda device: None)
 
     ticks = []
     grid = Grid((40,), repeats=2, chunk=30)
@@ -347,6 +376,58 @@ def test_the_suite_measures_bandwidth(suite_report):
         assert row["speedup"] > 0
 
 
+def test_the_suite_decodes_from_an_offloaded_cache(suite_report):
+    found = suite_report["offload"]
+    assert (found["context"], found["layers"], found["left_out"]) == (QUICK.offload.context, QUICK.offload.layers, None)
+    assert 0 <= found["largest_error"] <= found["tolerance"]
+    rows = {row["cache"]: row for row in found["rows"]}
+    assert list(rows) == [offload.RESIDENT, offload.AHEAD, offload.NOT_AHEAD]
+    assert rows[offload.RESIDENT]["of_resident"] == 1
+    assert rows[offload.RESIDENT]["gb_per_s"] is rows[offload.RESIDENT]["hit_rate"] is None
+    for name in (offload.AHEAD, offload.NOT_AHEAD):
+        row = rows[name]
+        assert len(row["step_ms"]) == QUICK.offload.rounds
+        assert row["of_copy"] == pytest.approx(row["gb_per_s"] / found["copy_gb_per_s"])
+        assert row["gb_per_s"] == pytest.approx(row["bytes_moved_per_token"] * 3 / sum(row["step_ms"]) / 1e6)
+        assert 0 < row["hit_rate"] < 1
+
+
+def test_a_device_without_room_for_the_offload_part_is_said(monkeypatch):
+    monkeypatch.setattr(offload, "free_bytes", lambda device: 1000)
+    model = random_model(shape_config("smollm2-135m", layers=1), CPU, torch.bfloat16)
+    found = offload.measure(model, OffloadSizes(context=600), Budget(60))
+    assert "are free" in found["left_out"] and found["rows"] == []
+
+
+def test_a_wrong_offloaded_cache_is_found():
+    sizes = OffloadSizes(context=600, share=0.4, rounds=1, piece=200)
+    model = random_model(shape_config("smollm2-135m", layers=2), CPU, torch.bfloat16)
+    with torch.inference_mode():
+        caches = offload.filled_caches(model, sizes)
+        assert offload.largest_error(model, caches[offload.AHEAD], caches[offload.RESIDENT]) < 0.02
+        layer = caches[offload.AHEAD].layers[1]
+        layer.keys = layer.keys.flip(2)
+        assert offload.largest_error(model, caches[offload.AHEAD], caches[offload.RESIDENT]) > 0.02
+
+
+def test_nothing_is_read_ahead_where_that_is_asked_for():
+    from memos_hf.blocks.staging import Staging
+
+    begin = Staging.begin
+    with offload.nothing_read_ahead():
+        assert Staging.begin is not begin
+    assert Staging.begin is begin
+
+
+def test_anonymous_memory_follows_what_is_held():
+    count = 64 * 2**20
+    before = anonymous_bytes()
+    held = torch.ones(count, dtype=torch.uint8)
+    assert anonymous_bytes() - before == pytest.approx(count, rel=0.2)
+    del held
+    assert anonymous_bytes() - before == pytest.approx(0, abs=count * 0.2)
+
+
 def test_the_suite_decodes_from_filled_caches(suite_report):
     rows = {(row["cache"], row["context"], row["batch_size"]): row for row in suite_report["end_to_end"]}
     assert rows.keys() == {
@@ -414,7 +495,7 @@ def test_a_cache_that_raises_does_not_take_the_others_with_it(monkeypatch):
         raise RuntimeError("no such kernel")
 
     model = random_model(shape_config("smollm2-135m", layers=1), CPU, torch.bfloat16)
-    monkeypatch.setitem(CONTENDERS, "memos", contenders_module.Contender("memos", broken, lambda device: None))
+    monkeypatch.setitem(CONTENDERS, "memos", Contender("memos", broken, lambda device: None))
     outcome = end_to_end.decode_at(model, Place(64, 1), 1, 64, Budget(60))
     assert outcome.failed == {"memos": "RuntimeError: no such kernel"}
     assert [measured.cache for measured in outcome.measurements] == ["dynamic", "memos-int8", "memos-int4"]
@@ -423,7 +504,7 @@ def test_a_cache_that_raises_does_not_take_the_others_with_it(monkeypatch):
 def test_a_filled_cache_takes_no_more_than_was_reckoned():
     config = shape_config("smollm2-135m", layers=4)
     for name in end_to_end.SHARE_OF_FULL_PRECISION:
-        cache = CONTENDERS[name].make(config, 0)
+        cache = CONTENDERS[name].make(config, Room(0))
         place = Place(4000, 1)
         end_to_end.fill(cache, config, place, CPU, torch.bfloat16, piece=500)
         assert cache.get_seq_length() == 4000

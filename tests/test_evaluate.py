@@ -14,7 +14,7 @@ from tiny import dynamic, generate, llama, mistral, token_ids
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
 from transformers import DynamicCache, PreTrainedTokenizerFast
 
-from memos_hf import KVQuantizationConfig, MemOSCache
+from memos_hf import KVQuantizationConfig, MemOSCache, OffloadConfig
 from memos_hf.__main__ import main
 from memos_hf.evaluate import Fact, Needle, evaluate, found_by_depth, long_generation, needle
 from memos_hf.evaluate.text import first_ids, read_text
@@ -82,6 +82,51 @@ def test_perplexity_is_the_models_own():
     with torch.no_grad():
         loss = model(ids, labels=ids).loss
     assert reference.perplexity == pytest.approx(float(loss.exp()), rel=1e-4)
+
+
+def test_what_is_skipped_may_be_read_in_larger_chunks():
+    model = llama()
+    ids = token_ids(1, 120)
+    calls = []
+    hook = model.register_forward_pre_hook(
+        lambda module, args, kwargs: calls.append(kwargs["input_ids"].shape[1]), with_kwargs=True
+    )
+    try:
+        (one,) = evaluate(model, ids, {}, chunk=1, skip=100, skipped_chunk=64, progress=False)
+    finally:
+        hook.remove()
+    assert calls == [64, 36, *[1] * 20]
+    (other,) = evaluate(model, ids, {}, chunk=16, skip=100, progress=False)
+    assert one.tokens == other.tokens == 19
+    assert one.perplexity == pytest.approx(other.perplexity, rel=1e-4)
+
+
+@pytest.mark.parametrize(("limit", "low", "high"), [(10**9, 1, 1), (30_000, 0.01, 0.99)])
+def test_blocks_that_are_found_on_the_device_are_counted(limit, low, high):
+    model = llama()
+    offload = OffloadConfig({"cpu": limit})
+    makers = {"offloaded": lambda: MemOSCache(model.config, offload=offload, block_size=8)}
+    reference, quality = evaluate(model, token_ids(1, 70), makers, chunk=1, skip=50, skipped_chunk=25, progress=False)
+    assert reference.hit_rate is None
+    assert low <= quality.hit_rate <= high
+    assert quality.mean_kl < 1e-9
+    _, generation = long_generation(model, token_ids(1, 50), makers, new_tokens=20, progress=False)
+    assert low <= generation.hit_rate <= high
+    assert generation.common_prefix == 20
+
+
+def test_attending_to_few_blocks_is_an_approximation_that_shows():
+    model = llama()
+    makers = {
+        f"{count} active": partial(
+            MemOSCache, model.config, offload=OffloadConfig({"cpu": 10**9}, active_blocks=count), block_size=8
+        )
+        for count in (100, 6, 1)
+    }
+    results = evaluate(model, token_ids(1, 120), makers, chunk=1, skip=90, skipped_chunk=90, progress=False)
+    _, everything, some, one = (result.mean_kl for result in results)
+    assert everything < 1e-9
+    assert everything < some < one
 
 
 def test_padding_is_not_counted_and_changes_nothing():
@@ -317,13 +362,13 @@ def test_the_command_line_prints_tables_and_writes_json(tmp_path):
     text.write_text("The quick brown fox jumps over the lazy dog, again and again. " * 40)
     common = ["--model", find_smollm2(), "--text", text]
     done = command(
-        *common, "--caches", "memos", "memos-int8", "static", "--tokens", 200, "--skip", 32, "--generate", 12,
+        *common, "--caches", "memos", "memos-int8", "memos-active-1", "--tokens", 200, "--skip", 32, "--generate", 12,
         "--prompt", 40, "--needle", 100, 200, "--depths", 0, 1, "--json", report,
     )  # fmt: skip
     assert done.returncode == 0, done.stderr[-3000:]
     assert "memos-int8" in done.stdout
     written = json.loads(report.read_text())
-    names = ["DynamicCache", "memos", "memos-int8", "static"]
+    names = ["DynamicCache", "memos", "memos-int8", "memos-active-1"]
     assert [row["cache"] for row in written["quality"]] == names
     assert [row["cache"] for row in written["generation"]] == names
     assert [row["cache"] for row in written["windows"]] == names[1:]

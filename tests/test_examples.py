@@ -7,12 +7,16 @@ from pathlib import Path
 
 import pytest
 
+from memos_hf.bench.decode import WARMUP
+
 EXAMPLES = Path(__file__).resolve().parent.parent / "examples"
 RUNNABLE = [
     "generate",
     "compare_dynamic_cache",
     "layouts",
     "growth",
+    "long_context",
+    "conversations",
     "gpu_check",
     "batch_dataset",
     "batch_speed",
@@ -69,6 +73,42 @@ def test_layouts_compares_both():
 def test_growth_stays_within_its_bounds():
     printed = run("growth")
     assert "growths" in printed
+
+
+def test_a_long_context_gives_the_same_tokens_in_a_part_of_the_memory(tmp_path):
+    report, picture = tmp_path / "figures.json", tmp_path / "figures.png"
+    printed = run(
+        "long_context",
+        *("--tokens", "1300", "--new-tokens", "3", "--active-blocks", "2"),
+        *("--json", str(report), "--png", str(picture)),
+    )
+    assert "all but active blocks gave the same tokens" in printed
+    assert picture.read_bytes().startswith(b"\x89PNG")
+    written = json.loads(report.read_text())
+    rows = written["caches"]
+    assert list(rows) == ["DynamicCache", "MemOSCache", "offloaded, pin", "offloaded, lru", "2 active blocks"]
+    resident, pin, lru, active = list(rows.values())[1:]
+    for row in (pin, lru, active):
+        assert row["memory_of_resident"] < 0.6
+        assert row["process_bytes"] < 0.7 * resident["process_bytes"]
+        assert row["disk_bytes"] > 0
+        assert row["bytes_moved_per_token"] > 0
+        assert [tokens for tokens, _ in row["held"]][-1] == 1300 + 3 + WARMUP
+    assert resident["hit_rate"] is None
+    assert 0 < pin["hit_rate"] == lru["hit_rate"] < 1  # what is on the device is read before it has to give way
+
+
+def test_conversations_come_back_and_leave_no_files(tmp_path):
+    report = tmp_path / "figures.json"
+    printed = run(
+        "conversations",
+        *("--conversations", "3", "--tokens", "700", "--fit", "1", "--turns", "2", "--json", str(report)),
+    )
+    assert "6 of 6 answers are those of a DynamicCache of its own" in printed
+    written = json.loads(report.read_text())
+    assert (written["files"], written["files_left"]) == (3, 0)
+    assert len(written["first_token_s"]["all"]) == 6
+    assert written["disk_bytes"] > 0 < written["misses"]
 
 
 def test_save_and_resume_answers_from_another_process():

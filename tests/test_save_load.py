@@ -92,7 +92,7 @@ def assert_goes_on_alike(model: Any, cache: MemOSCache, path: Path, rows: int = 
     # Which blocks are on the device, and so which parts are added up, may differ.
     close = {"rtol": 1e-3, "atol": 1e-4} if cache.options.offload else {}
     torch.testing.assert_close(goes_on(model, loaded, rows), goes_on(model, cache, rows), **close)
-    assert_same_state(loaded, cache) if cache.options.quantization is None else None
+    assert_same_state(loaded, cache) if cache.options.quantization is None and not close else None
     return loaded
 
 

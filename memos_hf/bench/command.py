@@ -11,7 +11,7 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
 
 from ..arguments import at_least_zero, output_file, positive_int, usable_device
-from ..contenders import CONTENDERS, available
+from ..contenders import NAMES, available
 from .shapes import SHAPES, random_model, shape_config
 
 SUITES = ("gpu",)
@@ -34,12 +34,11 @@ def add_command(commands: Any) -> None:
     what.add_argument(
         "--suite",
         choices=SUITES,
-        help="gpu: the decode kernel's correctness and bandwidth, and decoding with llama-3-8b, in one short run",
+        help="gpu: the decode kernel's correctness and bandwidth, and decoding with llama-3-8b, also from a cache that "
+        "is mostly in host memory, in one short run",
     )
     parser.add_argument("--layers", type=positive_int, metavar="N", help="of --shape: keep the first N layers")
-    parser.add_argument(
-        "--caches", nargs="+", metavar="NAME", help=f"some of {', '.join(CONTENDERS)} (all that run here)"
-    )
+    parser.add_argument("--caches", nargs="+", metavar="NAME", help=f"some of {', '.join(NAMES)} (all that run here)")
     parser.add_argument("--contexts", type=positive_int, nargs="+", default=[1024, 4096], help="tokens (%(default)s)")
     parser.add_argument("--batch-sizes", type=positive_int, nargs="+", default=[1], help="rows (%(default)s)")
     parser.add_argument("--repeats", type=positive_int, default=20, help="timed steps of each cache (%(default)s)")

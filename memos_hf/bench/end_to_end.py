@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 import torch
 from transformers import Cache, PretrainedConfig, PreTrainedModel
 
-from ..contenders import CONTENDERS, REFERENCE
+from ..contenders import CONTENDERS, REFERENCE, Room
 from .budget import Budget
 from .decode import WARMUP, Decoder, decode_in_turn
 from .grid import materialised_calls
@@ -47,8 +47,8 @@ def fill(
 
 def needed_bytes(name: str, config: PretrainedConfig, place: Place, dtype: torch.dtype) -> int:
     """Bytes that a contender takes at most at a place."""
-    per_token = 2 * config.num_hidden_layers * config.num_key_value_heads * config.head_dim * dtype.itemsize
-    return int(SHARE_OF_FULL_PRECISION[name] * per_token * place.context * place.batch_size)
+    full = Room(place.context, place.batch_size, dtype=dtype).full_bytes(config)
+    return int(SHARE_OF_FULL_PRECISION[name] * full)
 
 
 def groups_that_fit(needed: Mapping[str, int], room: int) -> tuple[list[list[str]], list[str]]:
@@ -119,7 +119,8 @@ def _filled(
     decoders: dict[str, Decoder] = {}
     for name in names:
         try:
-            cache = CONTENDERS[name].make(config, place.context + 1 + WARMUP + rounds)
+            room = Room(place.context + 1 + WARMUP + rounds, place.batch_size, device, model.dtype)
+            cache = CONTENDERS[name].make(config, room)
             fill(cache, config, place, device, model.dtype, piece)
             decoder = Decoder(model, cache, first.to(device))
             decoder.step()

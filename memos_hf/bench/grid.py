@@ -11,7 +11,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from .. import MemOSCache
-from ..contenders import Contender
+from ..contenders import Contender, Room
 from .decode import WARMUP, Decoder, decode_in_turn
 from .memory import PeakMemory, held_bytes
 from .results import BASE_CONTEXT, Measurement, Place
@@ -100,7 +100,7 @@ def _measure_place(
     tick: Callable[[], object],
 ) -> list[Measurement]:
     batch_size, context = input_ids.shape
-    room = grid.room(context)
+    room = Room(grid.room(context), batch_size, model.device, model.dtype)
     decoders = {name: Decoder(model, item.make(model.config, room)) for name, item in contenders.items()}
     prefill_ms, peaks = _prefill(decoders, input_ids.to(model.device), grid.chunk, tick)
     times = decode_in_turn(decoders, _ticking(grid.repeats, tick), model.device)
@@ -145,6 +145,6 @@ def _ticking(rounds: int, tick: Callable[[], object]) -> Iterator[int]:
 def materialised_calls(decoder: Decoder) -> int | None:
     """Attention calls that decoded a layer, of a cache that can read in place; `None` of others."""
     cache = decoder.cache
-    if not isinstance(cache, MemOSCache) or cache.options.quantization is None:
+    if not isinstance(cache, MemOSCache) or (cache.options.quantization is None and cache.options.offload is None):
         return None
     return cache.stats.materialised_calls

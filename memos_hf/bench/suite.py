@@ -1,4 +1,4 @@
-"""One run on one GPU: is the decode kernel right, how fast does it read, and what is it worth in a whole model.
+"""One run on one GPU: is the decode kernel right, how fast does it read, and how fast do whole models decode.
 
 The parts come in the order of their importance and share a time budget; what it does not suffice for is left out, and
 said to be. Figures are written as soon as they are there.
@@ -15,15 +15,17 @@ import torch
 
 from ..contenders import CONTENDERS
 from ..output import JsonReport, Table, environment, say
-from . import end_to_end, kernel
+from . import end_to_end, kernel, offload
 from .budget import Budget
 from .kernel import LongCache
+from .offload import OffloadSizes
 from .results import BASE_CONTEXT, Comparison, ComparisonTable, Place
 from .shapes import random_model, shape_config
 
 # What the parts before the last may take at most, as shares of all the time: a kernel is compiled for each geometry.
 CHECK_SHARE = 0.3
 BANDWIDTH_SHARE = 0.2
+OFFLOAD_SHARE = 0.15
 
 
 @dataclass(frozen=True)
@@ -36,8 +38,10 @@ class Sizes:
         Calls of each codec that are checked.
     long_cache : LongCache
         What bandwidth is measured on.
+    offload : OffloadSizes
+        What decoding from an offloaded cache is measured on.
     shape, layers : str, int or None
-        The model of the last part.
+        The model of the last two parts.
     places : tuple of Place
         Where it decodes, the most important first but for the base that the KV tax needs.
     rounds, piece : int
@@ -46,6 +50,7 @@ class Sizes:
 
     check_rounds: int = 8
     long_cache: LongCache = field(default_factory=LongCache)
+    offload: OffloadSizes = field(default_factory=OffloadSizes)
     shape: str = "llama-3-8b"
     layers: int | None = None
     places: tuple[Place, ...] = (
@@ -66,6 +71,7 @@ class Sizes:
 QUICK = Sizes(
     check_rounds=2,
     long_cache=LongCache(batch=2, tokens=1024, kv_heads=2, head_dim=64, copied_bytes=2**20, samples=3, calls=1),
+    offload=OffloadSizes(context=1500, share=0.4, layers=2, rounds=3, piece=256, copied_bytes=2**20, samples=3),
     shape="smollm2-135m",
     layers=2,
     places=(Place(BASE_CONTEXT, 1), Place(600, 1), Place(600, 2)),
@@ -92,14 +98,21 @@ class GpuSuite:
         self.seconds = seconds
         contents: dict[str, Any] = {"environment": environment(device), "seconds": seconds}
         self.report = JsonReport(
-            json, contents | {"correctness": [], "bandwidth": [], "end_to_end": [], "left_out": [], "problems": []}
+            json,
+            contents
+            | {"correctness": [], "bandwidth": [], "offload": {}, "end_to_end": [], "left_out": [], "problems": []},
         )
 
     def run(self) -> dict[str, Any]:
         """Do everything there is time for; the report's contents."""
         say(", ".join(f"{name} {value}" for name, value in self.report.contents["environment"].items()))
-        parts: tuple[Callable[[], None], ...] = (self._check, self._bandwidth, self._end_to_end)
-        for title, part in zip(("correctness", "bandwidth", "end to end"), parts, strict=True):
+        parts: dict[str, Callable[[], None]] = {
+            "correctness": self._check,
+            "bandwidth": self._bandwidth,
+            "offload": self._offload,
+            "end to end": self._end_to_end,
+        }
+        for title, part in parts.items():
             say(f"\n{title}; {self.budget.left():.0f} s are left")
             if self.budget.is_spent():
                 self._leave_out(f"{title}: the time was spent")
@@ -152,6 +165,31 @@ class GpuSuite:
             )
         if missing:
             self._leave_out(f"bandwidth: {', '.join(missing)}, as their share of the time was spent")
+
+    def _offload(self) -> None:
+        sizes = self.sizes.offload
+        config = shape_config(self.sizes.shape, sizes.layers, sizes.context + 64)
+        model = random_model(config, self.device, torch.bfloat16)
+        found = offload.measure(model, sizes, self.budget.part(OFFLOAD_SHARE * self.seconds))
+        self.report.contents["offload"] = found
+        self.report.save()
+        if found["left_out"] is not None:
+            self._leave_out(f"offload: {found['left_out']}")
+            return
+        say(f"{sizes.context:,} tokens, {sizes.share:g} of them on the device")
+        say(f"a copy: {found['copy_gb_per_s']:.1f} GB/s")
+        table = Table(
+            *(("cache", 30), ("ms/token", 9), ("of resident", 11), ("MiB moved", 9), ("GB/s", 7), ("of a copy", 9))
+        )
+        for row in found["rows"]:
+            link: tuple[str, ...] = ("", "", "")
+            if row["gb_per_s"]:
+                moved = row["bytes_moved_per_token"] / 2**20
+                link = (f"{moved:,.1f}", f"{row['gb_per_s']:.1f}", f"{row['of_copy']:.2f}")
+            table.add(row["cache"], f"{row['ms_per_token']:.2f}", f"{row['of_resident']:.2f}", *link)
+        say(f"largest error of attention {found['largest_error']:.1e}, tolerance {found['tolerance']:.0e}")
+        if not found["largest_error"] <= found["tolerance"]:
+            self._problem(f"offload: attention is off by {found['largest_error']:.1e}")
 
     def _end_to_end(self) -> None:
         sizes = self.sizes

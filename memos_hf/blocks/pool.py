@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from .codecs import BlockCodec, Role
+from .transfer import Encoded
 
 _numbers = itertools.count()
 
@@ -62,6 +63,8 @@ class BlockPool:
         Slots to allocate at first.
     growth_factor : float
         By which the arenas grow when they are full.
+    arenas : (dict, dict), optional
+        Of keys and values, where there are some.
     """
 
     def __init__(
@@ -72,6 +75,7 @@ class BlockPool:
         device: torch.device,
         first_capacity: int,
         growth_factor: float,
+        arenas: tuple[Encoded, Encoded] | None = None,
     ) -> None:
         self.key_codec, self.value_codec, self.heads, self.device = key_codec, value_codec, heads, device
         self.growth_factor = growth_factor
@@ -81,7 +85,12 @@ class BlockPool:
         self._dropped: deque[list[int]] = deque()
         self.lock = threading.RLock()
         self.readers: weakref.WeakSet[Reader] = weakref.WeakSet()
-        self._forget_arenas()
+        self.capacity = 0
+        self._free: list[int] = []
+        if arenas is not None:
+            self.keys, self.values = arenas
+        else:
+            self._forget_arenas()
         if first_capacity > 0:
             self._grow_to(first_capacity)
 
@@ -115,32 +124,30 @@ class BlockPool:
         """
         batch, heads, capacity, _ = states[0].shape
         block_size = codecs[0].block_size
-        pool = cls(*codecs, heads, states[0].device, 0, growth_factor)
         # A slot begins at every token: where heads of a block lie apart, no larger step reaches the blocks of all rows.
         slots = (batch - 1) * heads * capacity + capacity - block_size + 1
         with torch.inference_mode(False):
-            pool.keys, pool.values = (
+            keys, values = (
                 {"codes": half.detach().as_strided((slots, heads, block_size, dim), (dim, capacity * dim, dim, 1))}
                 for half in states
                 for dim in (half.shape[3],)
             )
+        pool = cls(*codecs, heads, states[0].device, 0, growth_factor, (keys, values))
         table = []
         for row in range(batch):
             first = row * heads * capacity + start
-            numbers = [next_number() for _ in range(count)]
-            pool._blocks.update((number, Block(first + index * block_size)) for index, number in enumerate(numbers))
-            table.append(numbers)
+            table.append(list(itertools.islice(_numbers, count)))
+            slots_of_row = range(first, first + (capacity - start) // block_size * block_size, block_size)
+            pool._blocks.update(zip(table[-1], map(Block, slots_of_row), strict=False))
             # Behind them lies an open tail, and behind that what nobody has written to.
-            room = (capacity - start) // block_size
-            pool._free += [first + index * block_size for index in range(count + 1, room)]
+            pool._free += slots_of_row[count + 1 :]
         pool.capacity = batch * count + len(pool._free)
         return pool, table
 
     def _forget_arenas(self) -> None:
         self.keys = _arenas(self.key_codec, self.heads, self.device)
         self.values = _arenas(self.value_codec, self.heads, self.device)
-        self.capacity = 0
-        self._free: list[int] = []
+        self.capacity, self._free = 0, []
         self.version += 1
 
     @property

@@ -24,3 +24,19 @@ def bytes_ratio(cache: Cache) -> float | None:
     if isinstance(cache, MemOSCache):
         return cache.memory().ratio
     return 1.0 if type(cache) is DynamicCache else None
+
+
+class Reads:
+    """Where an offloaded cache finds the blocks that it reads from now on."""
+
+    def __init__(self, cache: Cache) -> None:
+        self._cache = cache
+        self._before = self._counts()
+
+    def _counts(self) -> tuple[int, int]:
+        return (self._cache.stats.hits, self._cache.stats.misses) if isinstance(self._cache, MemOSCache) else (0, 0)
+
+    def hit_rate(self) -> float | None:
+        """Of the blocks read, the share that was on the device; `None` if none were, as in other caches."""
+        hits, misses = (now - then for now, then in zip(self._counts(), self._before, strict=True))
+        return hits / (hits + misses) if hits + misses else None

@@ -12,7 +12,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from ..arguments import at_least_zero, count, output_file, positive_int, share
 from ..config import PRESETS
-from ..contenders import CONTENDERS, REFERENCE, available
+from ..contenders import NAMES, REFERENCE, Room, available
 from ..output import JsonReport, environment, print_rows, say
 from .generation import long_generation
 from .haystack import DEPTHS, found_by_depth, needle
@@ -44,11 +44,17 @@ def add_command(commands: Any) -> None:
         nargs="+",
         metavar="NAME",
         default=[f"memos-{preset}" for preset in PRESETS],
-        help=f"some of {', '.join(CONTENDERS)} (%(default)s)",
+        help=f"some of {', '.join(NAMES)} (%(default)s)",
     )
     parser.add_argument("--tokens", type=count, default=2048, help="of the text to read, or 0 (%(default)s)")
     parser.add_argument("--skip", type=count, default=256, help="first positions that are not counted (%(default)s)")
     parser.add_argument("--chunk", type=positive_int, default=64, help="tokens in one call of the model (%(default)s)")
+    parser.add_argument(
+        "--skipped-chunk",
+        type=positive_int,
+        metavar="CHUNK",
+        help="tokens in one call while none of the text counts, where --chunk is 1, say (as --chunk)",
+    )
     parser.add_argument("--generate", type=count, default=0, metavar="TOKENS", help="to generate, such as 500")
     parser.add_argument("--prompt", type=positive_int, default=512, help="tokens of the text before them (%(default)s)")
     parser.add_argument(
@@ -99,7 +105,8 @@ class _Measurements:
         contenders, left_out = available(options.caches, self.model.config, self.model.device)
         for name, reason in left_out.items():
             say(f"left out: {name}: {reason}")
-        room = max(options.tokens, options.prompt + options.generate, PROMPT_ROOM + max(options.needle, default=0))
+        tokens = max(options.tokens, options.prompt + options.generate, PROMPT_ROOM + max(options.needle, default=0))
+        room = Room(tokens, device=self.model.device, dtype=self.model.dtype)
         self.caches = {
             name: partial(contender.make, self.model.config, room)
             for name, contender in contenders.items()
@@ -113,7 +120,8 @@ class _Measurements:
 
     def read(self) -> Report:
         ids = self.ids[:, : self.options.tokens]
-        qualities = evaluate(self.model, ids, self.caches, skip=self.options.skip, **self.common)
+        skipped = {"skip": self.options.skip, "skipped_chunk": self.options.skipped_chunk}
+        qualities = evaluate(self.model, ids, self.caches, **skipped, **self.common)
         rows = [quality.row() for quality in qualities]
         _print(f"Reading {self.options.tokens} tokens", rows)
         return {"quality": rows}

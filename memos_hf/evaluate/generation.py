@@ -13,7 +13,7 @@ from tqdm.auto import tqdm
 from transformers import Cache, PreTrainedModel
 
 from .agreement import Agreement
-from .caches import CacheFactory, bytes_ratio, with_reference
+from .caches import CacheFactory, Reads, bytes_ratio, with_reference
 from .model_calls import check_at_least_one, next_log_probs
 
 NGRAM = 4
@@ -44,6 +44,9 @@ class LongGeneration:
         Share of the generated tokens that are DynamicCache's at the same place.
     ratio : float, optional
         Bytes used over full precision at the end; `None` for caches that do not report it.
+    hit_rate : float, optional
+        Of the blocks that were read while DynamicCache's tokens were fed, the share that was on the device; `None` for
+        caches that are not offloaded.
     """
 
     cache: str
@@ -52,6 +55,7 @@ class LongGeneration:
     common_prefix: float
     same: float
     ratio: float | None = None
+    hit_rate: float | None = None
 
     @property
     def overall(self) -> Agreement:
@@ -79,6 +83,7 @@ class LongGeneration:
             "top1": self.overall.top1,
             "kl": self.overall.mean_kl,
             "bytes": self.ratio,
+            "hits": self.hit_rate,
         }
 
     def window_rows(self) -> list[dict[str, Any]]:
@@ -152,7 +157,7 @@ def long_generation(
     mask = attention_mask
     with torch.inference_mode():
         runs = [
-            _Run(name, _Stream(cache, next_log_probs(model, cache, input_ids, mask, chunk=chunk)))
+            _Run(name, _Stream(cache, next_log_probs(model, cache, input_ids, mask, chunk=chunk)), Reads(cache))
             for name, make in with_reference(model, caches).items()
             for cache in [make()]
         ]
@@ -189,6 +194,7 @@ class _Run:
 
     name: str
     forced: _Stream
+    reads: Reads  # after the prompt
     free: _Stream | None = None  # once it is another way than the forced one
     own: list[Tensor] = field(default_factory=list)
     windows: list[Window] = field(default_factory=list)
@@ -215,6 +221,7 @@ class _Run:
             common_prefix=float(equal.cumprod(1).sum(1).mean()),
             same=float(equal.mean()),
             ratio=bytes_ratio((self.free or self.forced).cache),
+            hit_rate=self.reads.hit_rate(),
         )
 
 

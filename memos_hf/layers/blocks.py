@@ -520,15 +520,17 @@ class BlockLayer(BufferedLayer):
         if self._sinks is None:
             positions = self._sink_positions(batch, keys.device)
             shape = (batch, heads, count)
-            with torch.inference_mode(False):  # written at later updates, in whatever mode they come
-                zeros = [states.new_zeros(*shape, states.shape[3]) for states in (keys, values)]
+            zeros = [states.new_zeros(*shape, states.shape[3]) for states in (keys, values)]
             self._sinks = Sinks(zeros[0], zeros[1], positions)
         at = self._sinks.positions.long() - first
         here = ((at >= 0) & (at < tokens))[:, None, :, None]
         at = at.clamp(0, tokens - 1)[:, None, :, None]
-        for kept, states in ((self._sinks.keys, keys), (self._sinks.values, values)):
-            found = states.gather(2, at.expand(-1, heads, -1, states.shape[3]))
-            kept.copy_(torch.where(here, found, kept))
+        with torch.inference_mode(False):  # not in place: forks share them
+            kept = [
+                torch.where(here, states.gather(2, at.expand(-1, heads, -1, states.shape[3])), sinks)
+                for sinks, states in ((self._sinks.keys, keys), (self._sinks.values, values))
+            ]
+            self._sinks = Sinks(kept[0], kept[1], self._sinks.positions)
 
     def _put_sinks(self, states: Tensor, role: Role) -> None:
         """Write the exact sinks over their decoded selves in `states`, `[batch, heads, sealed_tokens, head_dim]`."""
@@ -570,13 +572,13 @@ class BlockLayer(BufferedLayer):
         """Hold the tokens of a contiguous buffer, which nobody uses any more, without copying them.
 
         What makes whole blocks is read where it lies, by strides, where the kernels can; the rest is the tail. On other
-        devices, and where a graph goes through the tokens, they are copied.
+        devices they are copied.
         """
         tensors, tokens = buffer.tensors, buffer.length - buffer.length % self.block_size
         self._take_geometry(*tensors)
         count = tokens // self.block_size
         by_strides = all(half.is_contiguous() and half.device.type == "cpu" for half in tensors)
-        if count > 0 and by_strides and not any(half.requires_grad for half in tensors):
+        if count > 0 and by_strides:
             codecs = self._codecs(*tensors)
             self._pool, self._table = BlockPool.over(codecs, tensors, buffer.start, count, self.options.growth_factor)
             self._pool.readers.add(self)
@@ -598,8 +600,6 @@ class BlockLayer(BufferedLayer):
             self._pool.share(itertools.chain.from_iterable(self._table))
             self._pool.readers.add(twin)
         twin._table, twin._entry_tokens = [list(row) for row in self._table], list(self._entry_tokens)
-        if self._sinks is not None:  # written to when what they are copied from is sealed
-            twin._sinks = copy.deepcopy(self._sinks)
         twin.seals = twin.fused_calls = twin.materialised_calls = twin._damaged = 0
         twin._table_changed()
         return twin

@@ -74,8 +74,15 @@ def from_dynamic(layer: Any, options: CacheOptions, layer_idx: int) -> Any:
 
 
 def in_blocks(layer: Any) -> Any:
-    """A layer that can share its tokens: what is contiguous becomes blocks, without a copy, if there is a whole one."""
+    """A layer that can share its tokens: what is contiguous becomes blocks, without a copy, if there is a whole one.
+
+    Tokens that a graph goes through stay as they are.
+    """
+    if isinstance(layer, BlockLayer) and layer.quantization is UNENCODED:
+        layer.seal()  # tails are copied, and this one can be sealed without anybody seeing it
     if type(layer) is not ContiguousLayer or layer.buffer.length < layer.options.block_size:
+        return layer
+    if any(half.requires_grad for half in layer.buffer.tensors):
         return layer
     blocks = BlockLayer(layer.options, UNENCODED)
     blocks.take_over(layer.buffer)
