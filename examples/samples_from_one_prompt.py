@@ -58,6 +58,9 @@ def compare(
     limits = {"max_new_tokens": options.new_tokens, "min_new_tokens": options.new_tokens}
 
     rows = cache.fork(repeats=options.samples)
+    row = rows.fork()
+    row.batch_select_indices(torch.tensor([0]))
+    forked = rows.memory().used_bytes / row.memory().used_bytes
     torch.manual_seed(options.seed)
     samples = generate(model, ids, rows, options.samples, do_sample=True, **limits)
     for text in tokenizer.batch_decode(samples[:3], skip_special_tokens=True):
@@ -71,8 +74,9 @@ def compare(
     print(f"  greedy rows that equal the row alone: {equal} of {options.samples}")
 
     held, one = rows.memory().used_bytes, alone.memory().used_bytes
-    print(f"  bytes held: one row {one:,}, {options.samples} rows {held:,}: {verdict(held / one, BARS[mode])}")
-    return {"one_row_bytes": one, "rows_bytes": held, "equal_rows": equal}
+    print(f"  bytes held by {options.samples} rows over those of one, when forked: {verdict(forked, BARS[mode])}")
+    print(f"  with {options.new_tokens} new tokens each, {held:,} over {one:,}: {verdict(held / one, BARS[mode])}")
+    return {"forked_ratio": forked, "one_row_bytes": one, "rows_bytes": held, "equal_rows": equal}
 
 
 def main() -> None:

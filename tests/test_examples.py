@@ -21,6 +21,8 @@ RUNNABLE = [
     "batch_dataset",
     "batch_speed",
     "save_and_resume",
+    "prefix_reuse",
+    "samples_from_one_prompt",
     "smollm2",
 ]
 
@@ -114,6 +116,19 @@ def test_conversations_come_back_and_leave_no_files(tmp_path):
 def test_save_and_resume_answers_from_another_process():
     printed = run("save_and_resume", "--tokens", "300", "--max-new-tokens", "8", "--quantization", "int8")
     assert "the same answer as without saving: yes" in printed
+
+
+def test_a_prefix_is_found_again_by_the_next_run(tmp_path):
+    options = ("--prefix", "300", "--questions", "2", "--full", "2", "--directory", str(tmp_path))
+    assert "300 tokens read" in run("prefix_reuse", *options)
+    printed = run("prefix_reuse", *options)
+    assert "300 tokens found in the store, 1 file read" in printed
+    assert "first tokens that are the same: 2 of 2" in printed
+
+
+def test_samples_from_one_prompt_hold_it_once():
+    printed = run("samples_from_one_prompt", "--tokens", "400", "--samples", "3", "--new-tokens", "8")
+    assert printed.count("greedy rows that equal the row alone: 3 of 3") == 2
 
 
 def test_gpu_check_says_when_there_is_no_gpu(monkeypatch):

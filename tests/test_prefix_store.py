@@ -208,20 +208,21 @@ def test_hashes_are_chained_and_depend_on_model_and_storage():
 # What is stored does not change
 
 
+@pytest.mark.parametrize("tokens", [50, 200])
 @pytest.mark.parametrize("model", MODELS)
-def test_what_the_user_does_with_his_cache_does_not_change_what_is_stored(model, storage, tmp_path):
-    model = model()
+def test_what_the_user_does_with_his_cache_does_not_change_what_is_stored(model, tokens, storage):
+    model, prefix = model(), token_ids(1, tokens)
     store = PrefixStore(model)
-    cache = put(store, **storage)
+    cache = put(store, prefix, **storage)
     question = prompt()[:, 50:]
-    expected = logits(model, store.get(prompt())[0], question)
+    expected = logits(model, store.get(prompt(prefix=prefix))[0], question)
     before = store.stats.memory_bytes
     logits(model, cache, token_ids(1, 60, seed=3))
     cache.reset()
     logits(model, cache, token_ids(1, 30, seed=4))
     for round_ in range(3):
-        found, matched = store.get(prompt())
-        assert matched == 50
+        found, matched = store.get(prompt(prefix=prefix))
+        assert matched == tokens
         torch.testing.assert_close(logits(model, found, question), expected)
         logits(model, found, token_ids(1, 40 + round_, seed=5))
         if model is llama():

@@ -1,4 +1,4 @@
-"""The caches of a prefix store that are in files: found by others' processes, evicted by when they were used last."""
+"""The caches of a prefix store that are in files: shared with other processes, evicted by when they were last used."""
 
 from __future__ import annotations
 
@@ -109,7 +109,11 @@ class PrefixFiles:
         for file in files:
             if total <= max_bytes:
                 break
-            self.folder.remove(file.name)
+            try:
+                self.folder.remove(file.name)
+            except OSError as error:  # somebody else's, or in use where that matters
+                logger.warning("a stored prefix cannot be evicted: %s", error)
+                continue
             total -= file.size
             removed.append(file.name)
         with self.index.lock:
