@@ -1,10 +1,10 @@
 """Which blocks are kept on the device when there is not room for all of them.
 
 Exact attention reads every block at every step. Of a scan in order that is longer than the room for it, a cache that
-takes in the newest and lets the least recently used go has nothing left when the scan begins anew: not one hit. The sum
-over all blocks can be taken in any order, though, so what is on the device is read first. Then `lru` finds as many blocks
-there as `pin`, and then exchanges them for others, for nothing: `pin` keeps what is there and lets the rest pass by. Where
-attention reads a few blocks of its choice, and chooses nearly the same ones at the next step, `lru` is what keeps them.
+takes in the newest and lets the least recently used go has nothing left when the scan begins anew: not one hit. The
+sum over all blocks can be taken in any order, though, so what is on the device is read first. Then `lru` finds as many
+blocks there as `pin`, and exchanges them for others, for nothing: `pin` keeps what is there and lets the rest pass by.
+Where attention reads a few blocks of its choice, and nearly the same ones at the next step, `lru` keeps them.
 """
 
 from __future__ import annotations
