@@ -7,7 +7,8 @@ was cut off goes on where it was, from the parts beside that file, one for each 
     python examples/batch_dataset.py --prompts questions.txt --limit 20 --output answers.jsonl
     accelerate launch --multi_gpu --num_processes 2 examples/batch_dataset.py --prompts q.json --column question
 
-On a machine without GPUs too it is `--multi_gpu` that makes accelerate start several processes.
+On a machine without GPUs too it is `--multi_gpu` that makes accelerate start several processes. With `--prefixes` they
+keep what they have read in one folder, or behind one URL, and find it there the next time, on other machines too.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ from accelerate import PartialState
 from accelerate.utils import gather_object
 from command_line import add_model_options, model_from, parser_for
 
-from memos_hf import BatchOutput, generate_batch
+from memos_hf import BatchOutput, PrefixStore, generate_batch
 from memos_hf.arguments import output_file, positive_int
 
 INSTRUCTION = "Answer in one short sentence, and say nothing about yourself. The question: "
@@ -46,6 +47,7 @@ def load_prompts(path: Path | None, column: str) -> list[str]:
 def answers_of(options: argparse.Namespace, state: PartialState, prompts: list[str]) -> list[BatchOutput]:
     """The answers to all prompts, in their order, to which each process has contributed its share."""
     model, tokenizer = model_from(options)
+    store = PrefixStore(model, options.prefixes) if options.prefixes is not None else None
     with state.split_between_processes(list(enumerate(prompts))) as share:
         part = f"{options.output.name}.part-{state.process_index + 1}-of-{state.num_processes}"
         outputs = generate_batch(
@@ -56,6 +58,7 @@ def answers_of(options: argparse.Namespace, state: PartialState, prompts: list[s
             progress=state.is_main_process,
             max_new_tokens=options.max_new_tokens,
             do_sample=False,
+            prefix_store=store,
             output_file=options.output.with_name(part),
         )
         numbered = [replace(output, index=index) for (index, _), output in zip(share, outputs, strict=True)]
@@ -70,6 +73,7 @@ def parse_options() -> argparse.Namespace:
     parser.add_argument("--limit", type=positive_int, help="take so many prompts")
     parser.add_argument("--batch-size", type=positive_int, default=8, help="rows in a batch (%(default)s)")
     parser.add_argument("--max-new-tokens", type=positive_int, default=32, help="length of an answer (%(default)s)")
+    parser.add_argument("--prefixes", metavar="FOLDER_OR_URL", help="where all processes keep shared prefixes")
     parser.add_argument(
         "--output", type=output_file, default=Path("answers.jsonl"), help="where answers go (%(default)s)"
     )

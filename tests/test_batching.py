@@ -431,17 +431,19 @@ def test_the_example_runs_by_itself_and_under_accelerate(tmp_path, processes):
     model = copy.deepcopy(llama())
     model.save_pretrained(folder)
     TOKENIZER.save_pretrained(folder)
-    prompts = ["abc", "a longer one", "b", "and another", "the last"]
+    shared = "what all of them begin with, and is long enough to be read once for all " * 4
+    prompts = [shared + prompt for prompt in ("abc", "a longer one", "b", "and another", "the last")]
     (tmp_path / "prompts.json").write_text(json.dumps([{"text": prompt} for prompt in prompts]))
     launch = ["-m", "accelerate.commands.launch", "--multi_gpu", "--num_processes", "2", "--mixed_precision", "no"]
     command = [
         *[sys.executable, *(launch if processes == 2 else []), str(EXAMPLE), "--model", str(folder)],
         *["--prompts", str(tmp_path / "prompts.json"), "--max-new-tokens", "6", "--limit", "4"],
-        *["--output", str(tmp_path / "answers.jsonl"), "--device", "cpu"],
+        *["--output", str(tmp_path / "answers.jsonl"), "--device", "cpu", "--prefixes", str(tmp_path / "prefixes")],
     ]
     done = subprocess.run(command, capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stderr[-3000:]
     assert f"{processes} process(es)" in done.stdout
+    assert list((tmp_path / "prefixes").glob("*.safetensors"))
     lines = [json.loads(line) for line in (tmp_path / "answers.jsonl").read_text().splitlines()]
     expected = batched(AutoModelForCausalLM.from_pretrained(folder), prompts[:4], max_new_tokens=6)
     assert [(line["index"], line["token_ids"]) for line in lines] == [(o.index, o.token_ids) for o in expected]
