@@ -160,8 +160,8 @@ class OffloadConfig:
         blocks there as fits; with `active_blocks`, `"lru"`.
     active_blocks : int, optional
         Let a call of few queries attend to so many blocks of each row and layer: those with the highest bound of
-        query · key (Quest, arXiv:2406.10774), the row's first one always among them, and the tail. An approximation, and
-        a better one with a `block_size` of 16 or 32, whose bounds say more; `None`: all of them, which is exact.
+        query · key (Quest, arXiv:2406.10774), the first one of a row always among them, and the tail. An approximation,
+        a better one with a `block_size` of 16 or 32, whose bounds say more. `None`: all of them, which is exact.
 
     Raises
     ------
