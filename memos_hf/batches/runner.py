@@ -12,10 +12,11 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from ..cache import MemOSCache
+from ..cache_argument import cache_argument
 from ..store.prefix import PrefixStore
 from ..store.reuse import read
 from .requests import BatchOutput, Request
-from .settings import Settings, cache_argument
+from .settings import Settings
 from .stopping import RowEnds, cut
 
 logger = logging.getLogger(__name__)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import inspect
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -140,8 +139,3 @@ class Settings:
     def as_json(self) -> dict[str, Any]:
         """What was asked for, without what a version of transformers adds."""
         return {name: value for name, value in self.config.to_diff_dict().items() if name != "transformers_version"}
-
-
-def cache_argument(model: PreTrainedModel) -> str:
-    """What `generate` and the model call their cache: renamed in transformers 5.24, where the old name warns."""
-    return "cache" if "cache" in inspect.signature(model.forward).parameters else "past_key_values"

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 from transformers import Cache, PreTrainedModel
 
+from ..cache_argument import cache_argument
 from .timing import interleave
 
 # Steps of each cache that are not counted: buffers are touched for the first time, kernels compiled.
@@ -38,15 +39,14 @@ class Decoder:
         self.model, self.cache = model, cache
         self.decoded: list[Tensor] = []
         self.next_ids = next_ids
+        self._argument = cache_argument(model)
         accepted = inspect.signature(model.forward).parameters
-        # Renamed in transformers 5.24, where the old name warns.
-        self._cache_argument = "cache" if "cache" in accepted else "past_key_values"
         # A prompt's logits over a large vocabulary would outweigh the cache.
         self._options = {"logits_to_keep": 1} if "logits_to_keep" in accepted else {}
 
     def feed(self, input_ids: Tensor) -> None:
         """Run the model on int64 `[batch, tokens]`, which follow what the cache holds."""
-        cache = {self._cache_argument: self.cache}
+        cache = {self._argument: self.cache}
         logits = self.model(input_ids, **cache, use_cache=True, **self._options).logits
         self.next_ids = logits[:, -1:].argmax(dim=-1)
 

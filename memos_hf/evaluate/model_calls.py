@@ -8,6 +8,8 @@ from typing import Any
 from torch import Tensor
 from transformers import Cache, PreTrainedModel
 
+from ..cache_argument import cache_argument
+
 
 def logits_of(
     model: PreTrainedModel, cache: Cache, input_ids: Tensor, mask: Tensor | None = None, *, last: bool = False
@@ -31,9 +33,7 @@ def logits_of(
         `[batch, tokens, vocabulary]`, or `[batch, 1, vocabulary]`.
     """
     accepted = inspect.signature(model.forward).parameters
-    inputs: dict[str, Any] = {"input_ids": input_ids, "use_cache": True}
-    # Renamed in transformers 5.24, where the old name warns.
-    inputs["cache" if "cache" in accepted else "past_key_values"] = cache
+    inputs: dict[str, Any] = {"input_ids": input_ids, "use_cache": True, cache_argument(model): cache}
     if mask is not None:
         inputs["attention_mask"] = mask
         if "position_ids" in accepted:

@@ -10,8 +10,8 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from ..batches.settings import cache_argument
 from ..cache import MemOSCache
+from ..cache_argument import cache_argument
 from .asked import Asked
 from .cropping import attends_to_all
 from .inputs import generate_arguments, one_row
