@@ -447,3 +447,14 @@ def test_the_example_runs_by_itself_and_under_accelerate(tmp_path, processes):
     lines = [json.loads(line) for line in (tmp_path / "answers.jsonl").read_text().splitlines()]
     expected = batched(AutoModelForCausalLM.from_pretrained(folder), prompts[:4], max_new_tokens=6)
     assert [(line["index"], line["token_ids"]) for line in lines] == [(o.index, o.token_ids) for o in expected]
+
+
+@pytest.mark.parametrize(("name", "value"), [("prompt_lookup_num_tokens", 3), ("stop_strings", ["a"])])
+def test_what_the_models_own_config_asks_for_is_refused_where_arguments_are(name, value):
+    model = copy.deepcopy(llama())
+    setattr(model.generation_config, name, value)
+    with pytest.raises(ValueError, match=f"{name}: set in model.generation_config"):
+        batched(model, ["abc", "b"])
+    model.generation_config = copy.deepcopy(llama().generation_config)
+    model.generation_config.return_dict_in_generate = True
+    assert ids_of(batched(model, ["abc", "b"])) == ids_of(batched(llama(), ["abc", "b"]))

@@ -958,3 +958,10 @@ def test_a_model_that_moves_finds_its_prefixes_where_it_is(model, storage, tmp_p
     assert matched == 50
     assert next(iter(found.memory().by_device)) == "cuda:0"
     assert logits(model, found, prompt()[:, 50:].cuda()).is_cuda
+
+
+def test_drafts_that_the_models_own_config_asks_for_are_refused():
+    model = copy.deepcopy(llama())
+    model.generation_config.prompt_lookup_num_tokens = 3
+    with pytest.raises(ValueError, match="prompt_lookup_num_tokens: set in model"):
+        PrefixStore(model).generate(model, token_ids(1, 24), max_new_tokens=4, do_sample=False)

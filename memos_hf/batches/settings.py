@@ -35,6 +35,11 @@ READS_PROMPT: dict[str, tuple[Any, ...]] = {
     "guidance_scale": (None, 1.0),
     "exponential_decay_length_penalty": (None,),
 }
+# What a model's own config may ask for, but not of a batch: `generate` would take it where nothing else is said.
+REFUSED_DEFAULTS = {
+    "prompt_lookup_num_tokens": REFUSED_ARGUMENTS["prompt_lookup_num_tokens"],
+    "stop_strings": "requests have stop strings of their own; give them as an argument",
+}
 READS_PROMPT_ARGUMENTS = ("logits_processor", "stopping_criteria", "prefix_allowed_tokens_fn")
 
 
@@ -79,6 +84,9 @@ class Settings:
             value = rest.get(name, getattr(config, name, None))
             if value is not None and value is not (name == "use_cache"):
                 raise ValueError(f"{name}: not an argument of generate_batch, as {reason}, got {value!r}")
+        for name, reason in REFUSED_DEFAULTS.items():
+            if getattr(model.generation_config, name, None) is not None:
+                raise ValueError(f"{name}: set in model.generation_config, but not for generate_batch, as {reason}")
         rest = config.update(**rest)
         settings = cls(config, rest, model.generation_config)
         if settings.beams > 1 and (stops or settings.get("stop_strings") or rest.get("stopping_criteria")):
@@ -133,6 +141,7 @@ class Settings:
         else:
             config.max_new_tokens = new_tokens
         config.pad_token_id = pad_token_id
+        config.return_dict_in_generate = False
         config.use_cache = True  # some models' own config says otherwise
         return config
 

@@ -9,7 +9,7 @@ import numpy as np
 import torch
 from accelerate.utils import convert_file_size_to_int
 from torch import Tensor
-from transformers import PretrainedConfig
+from transformers import GenerationConfig, PretrainedConfig
 from transformers.cache_utils import CacheLayerMixin
 
 from ..cache import MemOSCache
@@ -79,8 +79,16 @@ def _holds_tokens(cache: MemOSCache) -> bool:
     return any(counted) or (not counted and any(layer.is_initialized for layer in cache.layers))
 
 
-def generate_arguments(ids: Tensor, arguments: Mapping[str, Any]) -> dict[str, Any]:
+def generate_arguments(ids: Tensor, arguments: Mapping[str, Any], defaults: GenerationConfig) -> dict[str, Any]:
     """Arguments of `generate` for `ids`, `[1, tokens]`, with a mask.
+
+    Parameters
+    ----------
+    ids : Tensor
+    arguments : mapping
+        What was asked for.
+    defaults : GenerationConfig
+        The model's own.
 
     Raises
     ------
@@ -93,6 +101,8 @@ def generate_arguments(ids: Tensor, arguments: Mapping[str, Any]) -> dict[str, A
         value = given.get(name, getattr(config, name, None))
         if value is not None:
             raise ValueError(f"{name}: not an argument of store.generate, as {reason}")
+        if name != "cache_implementation" and getattr(defaults, name, None) is not None:
+            raise ValueError(f"{name}: set in model.generation_config, but not for store.generate, as {reason}")
     if given.get("use_cache", True) is not True:
         raise ValueError(f"use_cache: expected True, as the store keeps what is cached, got {given['use_cache']!r}")
     mask = given.pop("attention_mask", None)

@@ -29,7 +29,7 @@ def generate(store: PrefixStore, model: PreTrainedModel, input_ids: Tensor, argu
     """See :meth:`~memos_hf.PrefixStore.generate`."""
     row = one_row(input_ids)
     ids = torch.from_numpy(row)[None].to(model.device)
-    given = generate_arguments(ids, arguments)
+    given = generate_arguments(ids, arguments, model.generation_config)
     asked = Asked.of(model, store.cache_options)
     cache, matched = store._look_up(asked, row) or (asked.new_cache(), 0)
     worth = (len(row) - matched) * WORTH_KEEPING >= len(row)
