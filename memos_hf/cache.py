@@ -147,8 +147,9 @@ class MemOSCache(DynamicCache):  # type: ignore[misc]
         self.fingerprint = Fingerprint() if config is None else Fingerprint.of_config(config)
         self._shares_layers = config is not None and _shares_layers(config)
         self._static_room = StaticRoom(max_cache_len) if static and max_cache_len is not None else None
-        for layer_idx, states in enumerate(data or ()):
-            self._fill_layer(layer_idx, states)
+        with self._exclusive():
+            for layer_idx, states in enumerate(data or ()):
+                self._fill_layer(layer_idx, states)
 
     @classmethod
     def for_model(cls, model: PreTrainedModel, batch_size: int | None = None, **options: Any) -> MemOSCache:
@@ -172,14 +173,15 @@ class MemOSCache(DynamicCache):  # type: ignore[misc]
             raise ValueError(f"batch_size: expected an int of at least 1 or None, got {batch_size!r}")
         cache = cls(model.config, **options)
         cache.fingerprint = Fingerprint.of_model(model)
-        for layer_idx, states in expected_states(model, batch_size) if batch_size is not None else ():
-            layer = cache.layers[layer_idx] if layer_idx < len(cache.layers) else None
-            if not getattr(layer, "supports_early_init", False):
-                continue
-            if cache.options.static:
-                prepare_static(layer, states, states)
-            elif isinstance(layer, BufferedLayer):
-                layer.lazy_initialization(states, states)
+        with cache._exclusive():
+            for layer_idx, states in expected_states(model, batch_size) if batch_size is not None else ():
+                layer = cache.layers[layer_idx] if layer_idx < len(cache.layers) else None
+                if not getattr(layer, "supports_early_init", False):
+                    continue
+                if cache.options.static:
+                    prepare_static(layer, states, states)
+                elif isinstance(layer, BufferedLayer):
+                    layer.lazy_initialization(states, states)
         return cache
 
     @classmethod
@@ -205,9 +207,10 @@ class MemOSCache(DynamicCache):  # type: ignore[misc]
         result = cls(**options)
         if result.options.attention is None and isinstance(cache, MemOSCache):
             result.options = replace(result.options, attention=cache.options.attention)
-        result.layers = [
-            convert.from_dynamic(layer, result.options, layer_idx) for layer_idx, layer in enumerate(cache.layers)
-        ]
+        with result._exclusive():
+            result.layers = [
+                convert.from_dynamic(layer, result.options, layer_idx) for layer_idx, layer in enumerate(cache.layers)
+            ]
         if cache.layer_class_to_replicate is None:
             result.layer_class_to_replicate = None
         if isinstance(cache, MemOSCache):

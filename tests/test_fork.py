@@ -234,7 +234,8 @@ def test_graphs_and_handed_over_tensors_are_forked_too():
 # Owners
 
 
-def test_the_last_release_frees_at_once_and_use_after_it_is_an_error(storage):
+def test_the_last_release_frees_at_once_and_use_after_it_is_an_error(storage, tmp_path):
+    path = tmp_path / "cache"
     model = llama()
     cache = filled(model, 45, **storage)
     held = [weakref.ref(tensor) for layer in cache.layers for tensor in layer.held_tensors()]
@@ -249,11 +250,13 @@ def test_the_last_release_frees_at_once_and_use_after_it_is_an_error(storage):
         "reset": cache.reset,
         "fork": cache.fork,
         "acquire": cache.acquire,
+        "save": lambda: cache.save(path),
         "select": lambda: cache.batch_select_indices(torch.tensor([0])),
     }
     for call in calls.values():
         with pytest.raises(RuntimeError, match="the cache was released"):
             call()
+    assert not path.exists()
     with pytest.raises(RuntimeError, match="release: the cache was released before"):
         cache.release()
 

@@ -479,6 +479,58 @@ def test_records_are_used_again_and_the_file_shrinks_with_the_last(tmp_path):
     assert file.allocated_bytes == 0 and file.path.stat().st_size == 0
 
 
+def test_records_are_released_from_any_thread():
+    file, failures = BlockFile(), []
+
+    def reserve_and_release():
+        try:
+            for _ in range(300):
+                for offset in file.reserve(64, 2):
+                    file.release(offset, 64)
+        except BaseException as error:
+            failures.append(error)
+
+    threads = [threading.Thread(target=reserve_and_release) for _ in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert not failures and file.allocated_bytes == 0
+
+
+def test_a_cache_that_is_loaded_does_not_move_out_meanwhile(tmp_path):
+    model, ids = llama(), token_ids(1, 100)
+    budget, stop, failures = MemoryBudget({"cpu": 20 * BLOCK_BYTES}), threading.Event(), []
+    stored, theirs = MemOSCache.for_model(model, block_size=BLOCK), dynamic(model)
+    with torch.no_grad():
+        forward(model, ids, stored)
+        forward(model, ids, theirs)
+        expected = forward(model, ids[:, :1], theirs).logits
+    stored.save(tmp_path / "cache")
+
+    def take_room():
+        try:
+            while not stop.is_set():
+                cache = offloaded(budget)
+                with torch.no_grad():
+                    for seed in range(9):
+                        forward(model, token_ids(1, 9, seed=seed), cache)
+        except BaseException as error:
+            failures.append(error)
+
+    thread = threading.Thread(target=take_room)
+    thread.start()
+    try:
+        for _ in range(20):
+            loaded = MemOSCache.load(tmp_path / "cache", model, offload=OffloadConfig(budget))
+            with torch.no_grad():
+                torch.testing.assert_close(logits(model, ids[:, :1], loaded), expected, rtol=1e-3, atol=1e-3)
+    finally:
+        stop.set()
+        thread.join()
+    assert not failures, failures
+
+
 def test_an_offloaded_cache_on_the_cpu_calls_nothing_of_cuda(monkeypatch):
     for name in ("Stream", "Event", "stream", "current_stream", "synchronize", "is_available", "mem_get_info"):
         monkeypatch.setattr(torch.cuda, name, fails_like(AssertionError("CUDA")))

@@ -6,6 +6,7 @@ import errno
 import logging
 import os
 import tempfile
+import threading
 import weakref
 from collections.abc import Sequence
 from pathlib import Path
@@ -51,6 +52,7 @@ class BlockFile:
         self._size = 0
         self._free: dict[int, list[int]] = {}  # of each size of record, offsets that nobody holds
         self._held = 0
+        self._lock = threading.RLock()  # destructors release what is left, in any thread
 
     @property
     def allocated_bytes(self) -> int:
@@ -65,33 +67,40 @@ class BlockFile:
         OSError
             If the disk is full or the file cannot be made; nothing is reserved then.
         """
-        self.make_room(size, count)
-        free = self._free[size]
-        taken = free[:count]
-        del free[:count]
-        self._held += count
+        with self._lock:
+            self._held += count  # first, as a destructor may release others at any point
+            try:
+                self.make_room(size, count)
+            except BaseException:
+                self._held -= count
+                raise
+            free = self._free[size]
+            taken = free[:count]
+            del free[:count]
         return taken
 
     def make_room(self, size: int, count: int) -> None:
         """See to it that `count` records of `size` bytes can be reserved. Raises as :meth:`reserve` does."""
-        free = self._free.setdefault(size, [])
-        missing = count - len(free)
-        if missing <= 0:
-            return
-        if self._file < 0:
-            self._open()
-        _enlarge(self._file, self._size, missing * size)
-        free.extend(range(self._size, self._size + missing * size, size))
-        self._size += missing * size
+        with self._lock:
+            free = self._free.setdefault(size, [])
+            missing = count - len(free)
+            if missing <= 0:
+                return
+            if self._file < 0:
+                self._open()
+            _enlarge(self._file, self._size, missing * size)
+            free.extend(range(self._size, self._size + missing * size, size))
+            self._size += missing * size
 
     def release(self, offset: int, size: int) -> None:
         """Give a record back. When the last one is, the file shrinks to nothing."""
-        self._free[size].append(offset)
-        self._held -= 1
-        if self._held == 0:
-            os.ftruncate(self._file, 0)
-            self._size = 0
-            self._free.clear()
+        with self._lock:
+            self._free.setdefault(size, []).append(offset)
+            self._held -= 1
+            if self._held == 0:
+                os.ftruncate(self._file, 0)
+                self._size = 0
+                self._free.clear()
 
     def write(self, offset: int, pieces: Sequence[Tensor]) -> None:
         """Write contiguous tensors of the CPU one after the other. Raises an `OSError` if that fails."""

@@ -36,6 +36,11 @@ def attends_to_all(cache: MemOSCache) -> bool:
     return can_be_cropped(cache) and not any(isinstance(layer, WindowedLayer) for layer in cache.layers)
 
 
+def has_recurrent_states(cache: MemOSCache) -> bool:
+    """Whether a layer keeps a state instead of tokens."""
+    return any(isinstance(layer, LinearAttentionCacheLayerMixin) for layer in cache.layers)
+
+
 def saved_can_be_cropped(layers: list[LayerState]) -> bool:
     """The same of what is in a file."""
     return all(

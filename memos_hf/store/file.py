@@ -50,6 +50,11 @@ IDS = "input_ids"
 @torch.no_grad()
 def save(cache: MemOSCache, path: AnyPath, *, input_ids: Tensor | None = None, model: Any = None) -> None:
     """Save a cache; see :meth:`~memos_hf.MemOSCache.save`."""
+    with cache._exclusive():  # an offloaded cache does not move out; one that was released, or is torn, is refused
+        _save(cache, path, input_ids, model)
+
+
+def _save(cache: MemOSCache, path: AnyPath, input_ids: Tensor | None, model: Any) -> None:
     groups: list[Group] = [partial(_layer_group, adapted(layer).state) for layer in _without_sharing(cache.layers)]
     if input_ids is not None:
         ids = checked_ids(input_ids, cache)
@@ -78,7 +83,10 @@ def load(
         cache = saved.empty_cache(cache_class, model.config, options)
         saved.check_layers(cache)
         devices = layer_devices(model)
-        with ThreadPoolExecutor() as threads:  # checksums take longer than copies, and let other threads run
+        with (
+            cache._exclusive(),
+            ThreadPoolExecutor() as threads,
+        ):  # checksums take longer than copies, and let other threads run
             states = threads.map(partial(saved.state, verify=verify), range(len(saved.layers)))
             for index, (layer, state) in enumerate(zip(cache.layers, states, strict=False)):
                 adapted(layer).take_state(state, devices.get(index, model.device))

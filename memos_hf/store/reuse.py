@@ -13,7 +13,7 @@ from transformers import PreTrainedModel
 from ..cache import MemOSCache
 from ..cache_argument import cache_argument
 from .asked import Asked
-from .cropping import attends_to_all
+from .cropping import attends_to_all, has_recurrent_states
 from .inputs import generate_arguments, one_row
 
 if TYPE_CHECKING:
@@ -36,7 +36,10 @@ def generate(store: PrefixStore, model: PreTrainedModel, input_ids: Tensor, argu
     # A quantized cache could be cut back too, but not to the exact tail that it had after the prompt.
     whole = attends_to_all(cache) and cache.options.quantization is None
     if not whole and len(row) > 1:
-        read(model, ids[:, matched:-1], cache)
+        # Some recurrent models go on from a state with one token at a time alone (Jamba's, in transformers 5.24).
+        step = 1 if matched and has_recurrent_states(cache) else len(row)
+        for part in torch.split(ids[:, matched:-1], step, dim=1):
+            read(model, part, cache)
         if worth:
             _keep(store, asked, ids[:, :-1], cache)
     rows = _rows(model, arguments)
