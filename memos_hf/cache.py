@@ -400,6 +400,7 @@ class MemOSCache(DynamicCache):  # type: ignore[misc]
             yield
         else:
             with self.options.lease.lock:
+                self.options.lease.changed()
                 yield
 
     def fork(self, repeats: int = 1) -> MemOSCache:

@@ -121,9 +121,11 @@ def memory_report(layers: Sequence[Any], lease: Lease | None = None) -> MemoryRe
     full = 0
     with lease.lock if lease is not None else nullcontext():
         for layer in layers:
-            valid = dict(_used_bytes(layer))
+            valid: Counter[str] = Counter()
+            for device, count in _used_bytes(layer):
+                valid[device] += count
             used.update(valid)
-            full += layer.full_precision_bytes if isinstance(layer, BufferedLayer) else sum(valid.values())
+            full += layer.full_precision_bytes if isinstance(layer, BufferedLayer) else valid.total()
             for device, count in _storages(_held_tensors(layer), seen):
                 allocated[device] += count
             if isinstance(layer, BufferedLayer) and layer.is_initialized:

@@ -14,7 +14,7 @@ import torch
 from character_tokenizer import character_tokenizer
 from families import FAMILIES
 from smollm2 import load_model
-from tiny import generate, llama, mistral, qwen3_next
+from tiny import LOSSLESS, generate, llama, mistral, qwen3_next
 from transformers import AutoModelForCausalLM, GenerationConfig, StoppingCriteria
 
 from memos_hf import MemOSCache, generate_batch
@@ -458,3 +458,13 @@ def test_what_the_models_own_config_asks_for_is_refused_where_arguments_are(name
     model.generation_config = copy.deepcopy(llama().generation_config)
     model.generation_config.return_dict_in_generate = True
     assert ids_of(batched(model, ["abc", "b"])) == ids_of(batched(llama(), ["abc", "b"]))
+
+
+@pytest.mark.parametrize("options", LOSSLESS.values(), ids=LOSSLESS)
+def test_windows_in_blocks_do_not_count_padding_behind_a_prefix(options):
+    model = mistral(window=40)
+    shared = "what all of them begin with is read once" * 5
+    prompts = [shared + prompt for prompt in ("abc", "a longer one than that", "b", "and another")]
+    together = batched(model, prompts, cache_options=options)
+    alone = [batched(model, [prompt], cache_options=options)[0] for prompt in prompts]
+    assert ids_of(together) == ids_of(alone)

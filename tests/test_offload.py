@@ -479,6 +479,53 @@ def test_records_are_used_again_and_the_file_shrinks_with_the_last(tmp_path):
     assert file.allocated_bytes == 0 and file.path.stat().st_size == 0
 
 
+def test_a_process_that_is_forked_off_reads_what_is_below():
+    cache = offloaded(BLOCK_BYTES)
+    generate(llama(), token_ids(1, 90), cache, 3)
+    expected = content(cache)
+    child = os.fork()
+    if child == 0:
+        reads = all(torch.equal(*pair) for pair in zip(content(cache), expected, strict=True))
+        cache.crop(-80)
+        cache.reset()
+        try:
+            forward(llama(), token_ids(1, 90), cache)
+            writes = True
+        except OSError:
+            writes = False
+        os._exit(0 if reads and not writes else 1)
+    for _ in range(200):
+        done, status = os.waitpid(child, os.WNOHANG)
+        if done:
+            break
+        threading.Event().wait(0.1)
+    else:
+        os.kill(child, signal.SIGKILL)
+        os.waitpid(child, 0)
+        pytest.fail("the child does not come to an end")
+    assert os.waitstatus_to_exitcode(status) == 0
+    assert_holds(cache, expected)  # whose file the child has not removed
+
+
+def test_idle_caches_are_not_counted_anew_at_every_step(monkeypatch):
+    budget = MemoryBudget({"cpu": LAYERS * 12 * BLOCK_BYTES})
+    caches = [offloaded(budget) for _ in range(30)]
+    for cache in caches:
+        with torch.no_grad():
+            forward(llama(), token_ids(1, 40), cache)
+    counted, count = [], type(cache.options.lease)._count
+    monkeypatch.setattr(type(cache.options.lease), "_count", lambda *args: counted.append(1) or count(*args))
+    with torch.no_grad():
+        for _ in range(10):
+            forward(llama(), token_ids(1, 1), caches[-1])
+    assert len(counted) < 10 * 30
+    held = sum(cache.options.lease.held(torch.device("cpu")) for cache in caches)
+    monkeypatch.undo()
+    for cache in caches:
+        cache.options.lease.changed()
+    assert held == sum(cache.options.lease.held(torch.device("cpu")) for cache in caches)
+
+
 def test_records_are_released_from_any_thread():
     file, failures = BlockFile(), []
 

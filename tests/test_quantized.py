@@ -17,7 +17,6 @@ from transformers import EncoderDecoderCache
 
 from memos_hf import KVQuantizationConfig, MemOSCache, OffloadConfig
 from memos_hf.blocks.codecs import BlockCodec
-from memos_hf.blocks.pool import BlockPool
 from memos_hf.config import PRESETS
 from memos_hf.layers import BlockLayer
 from memos_hf.layers.blocks import _say_that_decoding_decodes
@@ -234,7 +233,7 @@ def test_an_error_while_sealing_leaves_the_layer_as_it_was(monkeypatch, lossy):
             one.update(*new, 0)
             one.update(*prompt, 0)
         before, memory = cache.layers[0].copied(), cache.memory()
-        monkeypatch.setattr(BlockPool, "store", no_memory)
+        monkeypatch.setattr(type(cache.layers[0]._pool), "store", no_memory)
         with pytest.raises(MemoryError):
             cache.update(*new, 0)
         monkeypatch.undo()
@@ -283,6 +282,8 @@ def test_one_token_a_call_and_many_are_near_each_other(preset):
 
 
 def test_a_rejected_draft_leaves_no_trace(lossy):
+    if "offload" in lossy:
+        pytest.skip("which blocks are on the device then differs, and with it rounding, which codes multiply")
     ids = token_ids(2, 60)
     caches = [MemOSCache(llama().config, **lossy) for _ in range(2)]
     plain, drafted = in_pieces(caches[0], ids, 1), in_pieces(caches[1], ids, 1, drafts=5)

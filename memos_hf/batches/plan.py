@@ -11,6 +11,7 @@ from transformers.cache_utils import LinearAttentionCacheLayerMixin
 
 from ..cache import MemOSCache
 from ..layers import BlockLayer, BufferedLayer, ContiguousLayer
+from ..layers.sliding import WindowedLayer
 from .requests import Request
 
 # One more decoding step, or call of the model, takes as long as reading so many more tokens of a prompt: with
@@ -39,7 +40,10 @@ class Abilities:
     @classmethod
     def of(cls, model: PreTrainedModel, cache: MemOSCache) -> Abilities:
         """Those of `model` with caches like `cache`."""
-        full = all(isinstance(layer, (ContiguousLayer, BlockLayer)) for layer in cache.layers)
+        full = all(
+            isinstance(layer, (ContiguousLayer, BlockLayer)) and not isinstance(layer, WindowedLayer)
+            for layer in cache.layers
+        )
         ours = all(isinstance(layer, BufferedLayer) for layer in cache.layers)
         recurrent = any(isinstance(layer, LinearAttentionCacheLayerMixin) for layer in cache.layers)
         padding = not recurrent and _only_full_or_sliding(model)

@@ -26,6 +26,10 @@ RESERVE = 0.2
 STEPS_AT_WORK = 4
 
 
+# Those that there are, for processes that are forked off.
+_budgets: weakref.WeakSet[MemoryBudget] = weakref.WeakSet()
+
+
 class MemoryBudget:
     """Bytes of each device for the caches that are given it; they share it, and idle ones give way.
 
@@ -56,6 +60,12 @@ class MemoryBudget:
         self._leases: weakref.WeakSet[Lease] = weakref.WeakSet()
         self._staging: dict[Hashable, Staging] = {}
         self._lock = threading.RLock()
+        _budgets.add(self)
+
+    def start_anew_in_child(self) -> None:
+        """In a process that was forked off: the reader's thread is not there, and what it was reading never comes."""
+        self.__dict__.pop("reader", None)
+        self._staging.clear()
 
     def limit(self, device: torch.device) -> int:
         """Bytes of `device` that may be taken."""
@@ -94,6 +104,7 @@ class MemoryBudget:
         with self._lock:
             self.clock += 1
             lease.last_used = self.clock
+            lease.changed()
 
     def held(self, device: torch.device) -> int:
         """Bytes that all caches hold there."""
@@ -175,6 +186,7 @@ class Lease:
         self.file = BlockFile(folder)
         self.lock = threading.RLock()
         self.last_used = -STEPS_AT_WORK
+        self._held: dict[torch.device, int] = {}
         self._tenants: list[weakref.ref[Tenant]] = []
         self._order: dict[int, weakref.ref[Tenant]] = {}  # of each layer, by identity, the one that came after it
         self._last: weakref.ref[Tenant] | None = None
@@ -191,8 +203,20 @@ class Lease:
         self._tenants = [reference for reference in self._tenants if reference() is not None]
         self._tenants.append(weakref.ref(tenant))
 
+    def changed(self) -> None:
+        """What the cache holds may be other than it was."""
+        self._held.clear()
+
     def held(self, device: torch.device) -> int:
-        """Bytes of the cache on `device`."""
+        """Bytes of the cache on `device`; of an idle one, as last counted."""
+        if device in self._held:
+            return self._held[device]
+        held = self._count(device)
+        if self.budget.clock - self.last_used >= STEPS_AT_WORK:
+            self._held[device] = held
+        return held
+
+    def _count(self, device: torch.device) -> int:
         tenants = self.tenants
         pools = {id(tenant.tiers): tenant.tiers for tenant in tenants}
         held = sum(pool.held_on(device) for pool in pools.values() if pool is not None)
@@ -249,18 +273,21 @@ class Lease:
         if not self.lock.acquire(blocking=False):
             return 0
         try:
-            before = self.held(device)
+            before = self._count(device)
             freed = 0
             for tenant in reversed(self.tenants):
                 if freed >= wanted:
                     break
                 tenant.move_out()
-                freed = before - self.held(device)
+                freed = before - self._count(device)
             return freed
         except OSError as error:
-            logger.warning("an idle cache could not move out and stays where it is: %s", error)
-            return before - self.held(device)
+            logger.warning(
+                "an idle cache could not move out and stays where it is: %s", str(error)
+            )  # no traceback kept
+            return before - self._count(device)
         finally:
+            self.changed()
             self.lock.release()
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Lease:
@@ -290,3 +317,12 @@ def _in_bytes(max_memory: Mapping[int | str, int | str]) -> dict[int | str, int]
         if found[key] < 1:
             raise ValueError(f"max_memory[{key!r}]: expected at least 1 byte, got {size!r}")
     return found
+
+
+def _after_fork() -> None:
+    for budget in list(_budgets):
+        budget.start_anew_in_child()
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_after_fork)

@@ -52,6 +52,7 @@ class BlockFile:
         self._size = 0
         self._free: dict[int, list[int]] = {}  # of each size of record, offsets that nobody holds
         self._held = 0
+        self._owner = os.getpid()
         self._lock = threading.RLock()  # destructors release what is left, in any thread
 
     @property
@@ -81,6 +82,7 @@ class BlockFile:
 
     def make_room(self, size: int, count: int) -> None:
         """See to it that `count` records of `size` bytes can be reserved. Raises as :meth:`reserve` does."""
+        self._check_owner()
         with self._lock:
             free = self._free.setdefault(size, [])
             missing = count - len(free)
@@ -94,6 +96,8 @@ class BlockFile:
 
     def release(self, offset: int, size: int) -> None:
         """Give a record back. When the last one is, the file shrinks to nothing."""
+        if os.getpid() != self._owner:
+            return
         with self._lock:
             self._free.setdefault(size, []).append(offset)
             self._held -= 1
@@ -104,11 +108,18 @@ class BlockFile:
 
     def write(self, offset: int, pieces: Sequence[Tensor]) -> None:
         """Write contiguous tensors of the CPU one after the other. Raises an `OSError` if that fails."""
+        self._check_owner()
         _transfer(os.pwritev, self._file, offset, [bytes_of(piece) for piece in pieces], "write to")
 
     def read(self, offset: int, pieces: list[memoryview]) -> None:
         """Fill `pieces` of memory one after the other. Raises an `OSError` if that fails or the file is too short."""
         _transfer(os.preadv, self._file, offset, pieces, "read from")
+
+    def _check_owner(self) -> None:
+        if os.getpid() != self._owner:
+            raise OSError(
+                errno.EPERM, "offload: a process that was forked off can read what the cache has on disk, but not write"
+            )
 
     def _open(self) -> None:
         check_folder(self.folder)

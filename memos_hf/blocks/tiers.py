@@ -170,7 +170,7 @@ class TieredPool(BlockPool):
         try:
             self._write_out({victim: self._in_slot(victim) for victim in victims})
         except OSError as error:
-            logger.warning("blocks could not be written below and keep their slots: %s", error)
+            logger.warning("blocks could not be written below and keep their slots: %s", str(error))
             victims = []
         self._evict(victims)
         rows = rows[: room + len(victims)]

@@ -196,6 +196,8 @@ class BlockLayer(BufferedLayer):
         if count == 0:
             return
         pool, tokens = self._slots(), count * self.block_size
+        if torch.is_grad_enabled() and self.buffer.tensors[0].grad_fn is not None:
+            _say_that_sealing_ends_gradients()
         keys, values = (states[:, :, :tokens].detach() for states in self.buffer.view())
         self._keep_sinks(keys, values, self.sealed_tokens)
         encoded_keys, encoded_values, damaged = self._encoded(count)
@@ -707,6 +709,14 @@ def _say_that_decoding_decodes() -> None:
         "this model's attention does not read encoded keys and values in place, so that each step decodes them, layer "
         "by layer: it is not scaled_dot_product_attention, computes gradients, or transforms what it cached. Models "
         "without sdpa attention can be loaded with attn_implementation='memos'"
+    )
+
+
+@functools.cache
+def _say_that_sealing_ends_gradients() -> None:
+    logger.warning(
+        "gradients are recorded, and do not go through tokens that are sealed in blocks (quantization, offload); if "
+        "none are wanted, call the model under torch.no_grad()"
     )
 
 

@@ -90,8 +90,11 @@ class LocalFolder(Folder):
 
     def names(self) -> set[str]:
         """What is there now."""
-        with os.scandir(self.folder) as entries:
-            return {entry.name for entry in entries if NAME.fullmatch(entry.name)}
+        try:
+            with os.scandir(self.folder) as entries:
+                return {entry.name for entry in entries if NAME.fullmatch(entry.name)}
+        except FileNotFoundError:  # somebody has removed the folder
+            return set()
 
     def files(self) -> list[StoredFile]:
         """The same with sizes and times."""

@@ -67,7 +67,7 @@ def _keep(store: PrefixStore, asked: Asked, ids: Tensor, cache: MemOSCache) -> N
     try:
         store._keep(asked, one_row(ids), cache)
     except OSError as error:
-        logger.warning("a prefix could not be written: %s", error)
+        logger.warning("a prefix could not be written: %s", str(error))
 
 
 def _prompt_of(cache: MemOSCache, tokens: int, rows: int) -> MemOSCache:
