@@ -125,7 +125,7 @@ def test_attending_to_few_blocks_is_an_approximation_that_shows():
     }
     results = evaluate(model, token_ids(1, 120), makers, chunk=1, skip=90, skipped_chunk=90, progress=False)
     _, everything, some, one = (result.mean_kl for result in results)
-    assert everything < 1e-9
+    assert everything < 1e-6
     assert everything < some < one
 
 
