@@ -226,7 +226,7 @@ def test_padded_rows_keep_their_first_real_tokens(path):
     with torch.no_grad():
         for end in (30, 39, 40):
             forward(model, ids[:, cache.get_seq_length() : end], cache, attention_mask=mask[:, :end])
-    assert cache.layers[0]._sinks.positions[0, 0] == 9
+    assert cache.layers[0].first_tokens.kept.positions[0, 0] == 9
     assert_goes_on_alike(model, cache, path)
 
 

@@ -124,8 +124,7 @@ def test_what_they_have_in_common_is_held_and_sealed_once(mode):
     (tail,) = {layer.buffer.length for layer in cache.layers}
     rows = cache.fork(8)
     assert common_tokens(rows) == {tail}
-    sinks = [layer._sinks for layer in cache.layers if layer._sinks is not None]
-    of_each_row = sum(part.nbytes for each in sinks for part in (each.keys, each.values, each.positions))
+    of_each_row = sum(layer.first_tokens.used_bytes for layer in cache.layers)
     assert rows.memory().used_bytes == cache.memory().used_bytes + 7 * of_each_row
     sealed = rows.stats.seals
     with torch.no_grad():

@@ -218,8 +218,7 @@ class OffloadedLayer(BlockLayer):
             If blocks cannot be read back.
         """
         with self.lease.lock:
-            if not self._padding_noted:
-                self._note_padding(mask)
+            self._note_padding(mask)
             *common, tail = (Exact(*states) for states in self.buffer.parts())
             if not self._entry_tokens or not can_attend(query, tail, mask, causal, head_sinks):
                 return None
@@ -357,7 +356,7 @@ class OffloadedLayer(BlockLayer):
             codecs = pool.key_codec, pool.value_codec
             piece.read_with[id(held_by)] = Sealed(*codecs, *arenas, piece.table, piece.starts)
         positions = None
-        if mask is not None or self._sinks is not None:
+        if mask is not None or self.first_tokens.kept is not None:
             positions = self._positions(piece, hidden)
         sinks = self._sinks_of(piece, positions) if positions is not None else None
         if positions is not None and tail is not None:
@@ -387,10 +386,11 @@ class OffloadedLayer(BlockLayer):
 
     def _sinks_of(self, piece: _Piece, positions: Tensor) -> Sinks | None:
         """The sinks at the positions that they have in the piece."""
-        if self._sinks is None:
+        kept = self.first_tokens.kept
+        if kept is None:
             return None
-        if piece.sinks is None or piece.sinks.keys is not self._sinks.keys:
-            before = self._sinks.positions.long()
+        if piece.sinks is None or piece.sinks.keys is not kept.keys:
+            before = kept.positions.long()
             batch = before.shape[0]
             places = torch.arange(positions.shape[-1], device=positions.device).expand(batch, -1)
             where = torch.full((batch, self.sealed_tokens), -1, device=positions.device)
@@ -399,7 +399,7 @@ class OffloadedLayer(BlockLayer):
             inside = (before >= 0) & (before < self.sealed_tokens)
             moved = where.gather(1, before.clamp(0, self.sealed_tokens - 1))
             with torch.inference_mode(False):
-                piece.sinks = Sinks(self._sinks.keys, self._sinks.values, torch.where(inside, moved, -1).int())
+                piece.sinks = Sinks(kept.keys, kept.values, torch.where(inside, moved, -1).int())
         return piece.sinks
 
     def _without_padding(self, where: Tensor, piece: _Piece) -> Tensor:
@@ -427,9 +427,7 @@ class OffloadedLayer(BlockLayer):
         return [*self._buffer.held_tensors, *self._notes()]
 
     def _notes(self) -> list[Tensor]:
-        notes: list[Tensor] = []
-        if self._sinks is not None:
-            notes += [self._sinks.keys, self._sinks.values, self._sinks.positions]
+        notes = self.first_tokens.tensors
         return notes if self._bounds is None else notes + self._bounds.tensors
 
     def held_tensors(self) -> list[Tensor]:
