@@ -132,7 +132,7 @@ def generate_batch(
 def _check(model: Any, tokenizer: Any, batch_size: Any, **switches: Any) -> None:
     """Raise for the first argument that is wrong."""
     if not isinstance(model, PreTrainedModel) or not model.can_generate():
-        advice = "; get_base_model() gives it, with adapters that change weights" if hasattr(model, "get_base_model") else ""
+        advice = "; get_base_model() gives it, with its adapters" if hasattr(model, "get_base_model") else ""
         raise TypeError(f"model: expected a transformers model that can generate, got {type(model).__name__}{advice}")
     if model.config.is_encoder_decoder:
         raise ValueError(f"model: expected a decoder, got {type(model).__name__}, which has an encoder too")
