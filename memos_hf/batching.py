@@ -53,7 +53,7 @@ def generate_batch(
     Parameters
     ----------
     model : PreTrainedModel
-        A decoder.
+        A decoder; of a model that PEFT wraps, `get_base_model()`.
     tokenizer : PreTrainedTokenizerBase
         Or a processor that has one.
     prompts : iterable
