@@ -630,8 +630,8 @@ class MemOSCache(DynamicCache):  # type: ignore[misc]
     def batch_repeat_interleave(self, repeats: int) -> None:
         """Repeat every row of the batch `repeats` times, side by side; recurrent states too.
 
-        Rows share what is in whole blocks. Contiguous layers become layers of blocks, which lie where the tokens are,
-        and blocks that are due are sealed now, as each row has a tail of its own.
+        Rows share what is in whole blocks and, where one row is repeated, the tail behind them too. Contiguous layers
+        become layers of blocks, which lie where the tokens are, and blocks that are due are sealed now, once.
 
         Raises
         ------

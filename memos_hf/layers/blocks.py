@@ -14,8 +14,10 @@ import torch
 from torch import Tensor
 
 from ..attention import interface
-from ..attention.dispatch import attend_in_place
+from ..attention.dispatch import attend_in_place, can_attend
 from ..attention.lazy import ReplacedError, Role, stand_in
+from ..attention.op import MOST_QUERIES
+from ..attention.parts import Part, attend_in_parts
 from ..attention.reference import Exact, Sealed, Sinks
 from ..blocks.codecs import BlockCodec
 from ..blocks.pool import BlockPool
@@ -24,6 +26,7 @@ from ..config import UNENCODED, CacheOptions, KVQuantizationConfig
 from .base import BufferedLayer, removed_tokens
 from .buffer import KVBuffer, row_signature
 from .state import LayerState
+from .tail import TailBuffer
 
 logger = logging.getLogger(__name__)
 
@@ -57,6 +60,9 @@ class BlockLayer(BufferedLayer):
         How blocks are encoded.
     """
 
+    buffer: TailBuffer
+    buffer_class = TailBuffer
+
     def __init__(self, options: CacheOptions, quantization: KVQuantizationConfig) -> None:
         self.block_size = options.block_size
         self.residual = quantization.residual_window(self.block_size)
@@ -66,7 +72,7 @@ class BlockLayer(BufferedLayer):
         self.seals = self.fused_calls = self.materialised_calls = 0
         self._damaged: int | Tensor = 0
         self._past_growths = 0  # of arenas that were made for other shapes
-        self._ahead: tuple[tuple[int, int, int], Aside] | None = None
+        self._ahead: tuple[tuple[int, ...], Aside] | None = None
         self._pool: BlockPool | None = None
         self._table: list[list[int]] = []
         self._forget_blocks()
@@ -187,28 +193,35 @@ class BlockLayer(BufferedLayer):
 
     @property
     def due_blocks(self) -> int:
-        """Whole blocks that the tail holds beside the residual window."""
-        return max((self.buffer.length - self.residual) // self.block_size, 0)
+        """Whole blocks that the tail holds beside the residual window; first those that all rows have in common."""
+        due = max((self.buffer.length - self.residual) // self.block_size, 0)
+        return min(due, self.buffer.common_tokens // self.block_size) or due
 
     def seal(self) -> None:
         """Encode the blocks that are due."""
-        count = self.due_blocks
-        if count == 0:
-            return
+        while (count := self.due_blocks) > 0:
+            self._seal_first(count)
+
+    def _seal_first(self, count: int) -> None:
+        """Encode the first `count` blocks of the tail; one that all rows have in common once."""
         pool, tokens = self._slots(), count * self.block_size
         if torch.is_grad_enabled() and self.buffer.tensors[0].grad_fn is not None:
             _say_that_sealing_ends_gradients()
-        keys, values = (states[:, :, :tokens].detach() for states in self.buffer.view())
+        batch = self._signatures[0][0]
+        keys, values = (states.detach().expand(batch, -1, -1, -1) for states in self.buffer.first(tokens))
         self._keep_sinks(keys, values, self.sealed_tokens)
         encoded_keys, encoded_values, damaged = self._encoded(count)
-        slots = pool.store(encoded_keys, encoded_values, self._slot_limit(keys.shape[0]))
+        slots = pool.store(encoded_keys, encoded_values, self._slot_limit(batch))
+        self.seals += len(slots)
+        if len(slots) < batch * count:  # all rows hold them
+            pool.share(slots * (batch - 1))
+            slots *= batch
         self._table = [
-            [*row, *slots[index * count : (index + 1) * count]] for index, row in enumerate(self._rows(keys.shape[0]))
+            [*row, *slots[index * count : (index + 1) * count]] for index, row in enumerate(self._rows(batch))
         ]
         self._entry_tokens += [self.block_size] * count
         self.sealed_tokens += tokens
         self._table_changed()
-        self.seals += len(slots)
         self._damaged = self._damaged + damaged["tokens"]
         self.buffer.keep_last(self.buffer.length - tokens)
         self.buffer.shrink_to(self.residual + self.block_size)
@@ -229,9 +242,9 @@ class BlockLayer(BufferedLayer):
             device = self.buffer.tensors[0].device
             self._ahead = self._state(), Aside(device, lambda: self._encode(count))
 
-    def _state(self) -> tuple[int, int, int]:
+    def _state(self) -> tuple[int, ...]:
         """Equal as long as the tail has the same tokens in the same place."""
-        return self.version, self.buffer.start, self.buffer.end
+        return self.version, self.buffer.common_tokens, self.buffer.start, self.buffer.end
 
     def _encoded(self, count: int) -> list[Encoded]:
         """The first `count` blocks of the tail: keys, values, and how many tokens are damaged."""
@@ -243,8 +256,7 @@ class BlockLayer(BufferedLayer):
     def _encode(self, count: int) -> list[Encoded]:
         pool = self._slots()
         keys, values = (
-            _as_blocks(states[:, :, : count * self.block_size].detach(), self.block_size)
-            for states in self.buffer.view()
+            _as_blocks(states.detach(), self.block_size) for states in self.buffer.first(count * self.block_size)
         )
         encoded_keys, damaged_keys = pool.key_codec.encode(keys)
         encoded_values, damaged_values = pool.value_codec.encode(values)
@@ -309,9 +321,21 @@ class BlockLayer(BufferedLayer):
             self._note_padding(mask)
         if not self._entry_tokens:
             return None  # nothing is encoded yet: the tail is a plain tensor
-        tail = Exact(*self.buffer.view())
-        sealed = self._sealed(self.sealed_tokens + self.buffer.length - last)
-        output = attend_in_place(query, tail, sealed, self._sinks, last, mask, causal, scale, softcap, head_sinks)
+        hidden = self.sealed_tokens + self.buffer.length - last
+        sealed, arguments = self._sealed(hidden), (last, mask, causal, scale, softcap, head_sinks)
+        *common, tail = (Exact(*states) for states in self.buffer.parts())
+        if not common:
+            output = attend_in_place(query, tail, sealed, self._sinks, *arguments)
+        elif query.shape[2] <= MOST_QUERIES and can_attend(query, tail, mask, causal, head_sinks):
+            begin = self.sealed_tokens - hidden
+            positions = torch.arange(last, device=query.device).tensor_split([begin, begin + common[0].keys.shape[2]])
+            parts = (
+                Part(common[0], None, None, positions[1]),
+                Part(tail, sealed, self._sinks, torch.cat([positions[0], positions[2]])),
+            )
+            output = attend_in_parts(query, parts, *arguments)
+        else:
+            output = None
         if output is not None:
             self.fused_calls += 1
         return output
@@ -347,8 +371,9 @@ class BlockLayer(BufferedLayer):
     @property
     def shared_bytes(self) -> int:
         """Bytes of memory that others may hold too: of the tail until it is written to, and of blocks."""
-        tail = self.buffer.valid_bytes if self.buffer.shared else 0
-        return tail + (self._pool.shared(self._held_blocks()) * self._pool.bytes_per_slot if self._pool else 0)
+        return self.buffer.shared_bytes + (
+            self._pool.shared(self._held_blocks()) * self._pool.bytes_per_slot if self._pool else 0
+        )
 
     def _held_blocks(self) -> Counter[int]:
         """How often each block is held by a row."""
