@@ -188,13 +188,17 @@ class BlockLayer(BufferedLayer):
 
     @property
     def due_blocks(self) -> int:
-        """Whole blocks that the tail holds beside the residual window; first those that all rows have in common."""
-        due = max((self.buffer.length - self.residual) // self.block_size, 0)
-        return min(due, self.buffer.common_tokens // self.block_size) or due
+        """Whole blocks that the tail holds beside the residual window."""
+        return max((self.buffer.length - self.residual) // self.block_size, 0)
+
+    @property
+    def _due_at_once(self) -> int:
+        """How many of them are encoded in one go: those that all rows have in common are before the others."""
+        return min(self.due_blocks, self.buffer.common_tokens // self.block_size) or self.due_blocks
 
     def seal(self) -> None:
         """Encode the blocks that are due."""
-        while (count := self.due_blocks) > 0:
+        while (count := self._due_at_once) > 0:
             self._seal_first(count)
 
     def _seal_first(self, count: int) -> None:
@@ -231,7 +235,7 @@ class BlockLayer(BufferedLayer):
 
         Nothing changes: should tokens be cropped, or rows reordered, before that update, it encodes anew.
         """
-        count = self.due_blocks
+        count = self._due_at_once
         if count > 0 and self.buffer.allocated:
             self._slots()
             device = self.buffer.tensors[0].device
@@ -244,7 +248,7 @@ class BlockLayer(BufferedLayer):
     def _encoded(self, count: int) -> list[Encoded]:
         """The first `count` blocks of the tail: keys, values, and how many tokens are damaged."""
         ahead, self._ahead = self._ahead, None
-        if ahead is not None and ahead[0] == self._state() and count == self.due_blocks:
+        if ahead is not None and ahead[0] == self._state() and count == self._due_at_once:
             return ahead[1].result()
         return self._encode(count)
 
