@@ -345,6 +345,11 @@ class BlockLayer(BufferedLayer):
         return used
 
     @property
+    def bytes_per_block(self) -> int:
+        """Bytes of one sealed block of one row; 0 before the first is sealed."""
+        return self._pool.bytes_per_slot if self._pool is not None else 0
+
+    @property
     def shared_bytes(self) -> int:
         """Bytes of memory that others may hold too: of the tail until it is written to, and of blocks."""
         tail = self.buffer.valid_bytes if self.buffer.shared else 0
