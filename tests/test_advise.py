@@ -67,7 +67,7 @@ def test_every_family_holds_what_its_config_says(family):
     for name, options in OPTIONS.items():
         if name == "static" and (model.config.is_encoder_decoder or family.name in ("falcon_h1", "qwen3_next")):
             continue
-        for context, new_tokens, batch in ((37, 3, 1), (90, 20, 2)):
+        for context, new_tokens, batch in ((90, 12, 2), (37, 3, 1))[: 2 if name in ("full", "int8") else 1]:
             predicted = predict(found, context=context, new_tokens=new_tokens, batch_size=batch, **options)
             measured = held(filled(model, context, new_tokens, batch, options))
             assert [getattr(predicted, name) for name in FIGURES] == measured, (name, context)
@@ -109,8 +109,9 @@ def test_an_offloaded_cache_uses_what_is_predicted_and_stays_below_its_peak(quan
     assert predicted.used_bytes == memory.used_bytes
     assert memory.by_device["cpu"].allocated_bytes <= predicted.allocated_bytes
     on_disk = memory.by_device["disk"].used_bytes if "disk" in memory.by_device else 0
-    # Layers have equal parts of a budget, in whole blocks, and part of it is taken by the tails' unused room.
-    assert predicted.below_bytes <= on_disk + 1 or share > 1
+    assert (on_disk > 0) == (predicted.below_bytes > 0) == (share < 1)
+    # Layers have equal parts of a budget, in whole blocks, and part of it is the tails' unused room.
+    assert 0 <= on_disk - predicted.below_bytes <= 3 * 16 * 1024
 
 
 def test_a_probe_counts_weights_and_says_what_it_had_to_guess():
@@ -137,7 +138,7 @@ def test_a_model_that_cannot_run_without_data_is_guessed(monkeypatch):
     [(1.2, "full"), (0.6, "int8"), (0.3, "int4"), (0.1, "int8, offloaded"), (0.001, None)],
 )
 def test_the_most_exact_mode_that_fits_without_offloading_is_advised(share, advised):
-    config = LlamaConfig(num_hidden_layers=32, hidden_size=256, num_attention_heads=4, intermediate_size=64)
+    config = LlamaConfig(num_hidden_layers=20, hidden_size=256, num_attention_heads=4, intermediate_size=64)
     found = probe(config, torch.float32)
     full = predict(found, context=8000).used_bytes
     advice = advise(found, memory=int(share * full), context=8000)
@@ -150,7 +151,9 @@ def test_the_most_exact_mode_that_fits_without_offloading_is_advised(share, advi
 
 def test_the_line_of_code_makes_the_cache_that_was_predicted():
     found = probe(llama().config, torch.float32)
-    for outlook in advise(found, memory=200_000, context=700, new_tokens=3).outlooks:
+    outlooks = advise(found, memory=800_000, context=700, new_tokens=3).outlooks
+    assert {outlook.mode.name for outlook in outlooks if outlook.fits} >= {"int8", "full, offloaded"}
+    for outlook in outlooks:
         names = {"model": llama()}
         exec(outlook.code, vars(memos_hf).copy(), names)
         cache = names["cache"]

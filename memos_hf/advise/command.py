@@ -87,7 +87,15 @@ def run(options: argparse.Namespace) -> None:
 def _row(outlook: Any) -> dict[str, Any]:
     prediction, mode = outlook.prediction, outlook.mode
     row: dict[str, Any] = {"mode": mode.name, "fits": outlook.fits}
-    names = ("used_bytes", "allocated_bytes", "peak_bytes", "below_bytes", "least_bytes", "full_precision_bytes", "ratio")
+    names = (
+        "used_bytes",
+        "allocated_bytes",
+        "peak_bytes",
+        "below_bytes",
+        "least_bytes",
+        "full_precision_bytes",
+        "ratio",
+    )
     row |= {name: None if prediction is None else getattr(prediction, name) for name in names}
     quality = {"kl": mode.quality.kl, "top1": mode.quality.top1}
     return row | quality | {"code": outlook.code, "refused": outlook.refusal or None}
@@ -115,7 +123,7 @@ def _print(report: dict[str, Any]) -> None:
     )
     say(
         "\nused: valid bytes, on all tiers. allocated, at most: of the device, the second while one layer is in full "
-        "precision beside it. below: in host memory or on disk. KL (nats a token) and top-1: SmolLM2-135M, of the README."
+        "precision beside it. below: in host memory or on disk. KL (nats a token) and top-1: of SmolLM2-135M."
     )
     for row in report["modes"]:
         if row["refused"]:

@@ -145,7 +145,7 @@ def advise(found: Probe, *, memory: int, context: int, new_tokens: int = 1, batc
     context, new_tokens, batch_size : int
         As for :func:`predict`.
     """
-    sizes = {"context": context, "new_tokens": new_tokens, "batch_size": batch_size}
+    sizes: dict[str, Any] = {"context": context, "new_tokens": new_tokens, "batch_size": batch_size}
     budget = _budget(predict(found, **sizes), memory)
     outlooks = []
     for mode in MODES:
@@ -165,7 +165,7 @@ def advise(found: Probe, *, memory: int, context: int, new_tokens: int = 1, batc
 
 
 def _budget(full: Prediction, memory: int) -> dict[int | str, int]:
-    """What an offloaded cache may take: beside it are two staging buffers and, of a prompt, a layer in full precision."""
+    """What an offloaded cache may take beside two staging buffers and, of a prompt, a layer in full precision."""
     accelerator = torch.accelerator.current_accelerator()
     key: int | str = "cpu" if accelerator is None else "mps" if accelerator.type == "mps" else 0
     layer = full.peak_bytes - full.allocated_bytes
@@ -184,7 +184,7 @@ def _code(options: dict[str, Any], budget: dict[int | str, int], is_encoder_deco
 
 def _chosen(outlooks: Sequence[Outlook], memory: int) -> Advice:
     by_name = {outlook.mode.name: outlook for outlook in outlooks}
-    too_much = []
+    too_much: list[str] = []
     for outlook in (by_name[name] for name in PREFERRED if name in by_name):
         if outlook.fits:
             return Advice(tuple(outlooks), outlook, _reason(outlook, too_much, by_name["int2"]))

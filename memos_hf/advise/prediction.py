@@ -129,7 +129,7 @@ def predict(
     offload: OffloadConfig | None = options.pop("offload", None)
     if offload is not None:
         MemOSCache(found.config, offload=offload, **options)  # refuses what cannot be combined
-        options.setdefault("quantization", UNENCODED)
+        options["quantization"] = options.get("quantization") or UNENCODED
     prompt = 1 if found.is_encoder_decoder else context
     with torch.no_grad():
         total = _count(found, found.layers, (prompt, new_tokens), batch_size, options)
@@ -145,13 +145,14 @@ def _resident(total: _Count) -> Prediction:
 def _on_tiers(total: _Count, offload: OffloadConfig) -> Prediction:
     limit = offload.lease().budget.limit(torch.device(torch.accelerator.current_accelerator() or "cpu"))
     staging = sum(2 * staged_blocks(size, limit) * size for size in total.blocks)
-    allocated = min(total.allocated, limit) + staging
+    resident = max(min(total.allocated, limit), total.beside_blocks)
+    allocated = resident + staging
     return Prediction(
         used_bytes=total.used,
         allocated_bytes=allocated,
         full_precision_bytes=total.full,
         peak_bytes=allocated + total.largest,
-        below_bytes=max(total.used - limit, 0),
+        below_bytes=max(total.used - resident, 0),
         least_bytes=total.beside_blocks + max(total.blocks, default=0) + staging + total.largest,
     )
 
@@ -198,7 +199,7 @@ def _layer_count(layer: Any, states: CachedStates, tokens: tuple[int, int], batc
     allocated = _storage_bytes(layer.held_tensors())
     count = _Count(layer.used_bytes, allocated, layer.full_precision_bytes, allocated, layer.full_precision_bytes)
     if isinstance(layer, BlockLayer) and layer.bytes_per_block:
-        count.beside_blocks, count.blocks = _storage_bytes(BufferedLayer.held_tensors(layer)), {layer.bytes_per_block}
+        count.beside_blocks, count.blocks = _storage_bytes(layer.tensors_beside_blocks()), {layer.bytes_per_block}
     return count
 
 

@@ -321,9 +321,11 @@ class BlockLayer(BufferedLayer):
 
     def held_tensors(self) -> list[Tensor]:
         """Every tensor that the layer holds."""
+        return self.tensors_beside_blocks() + (self._pool.tensors if self._pool is not None else [])
+
+    def tensors_beside_blocks(self) -> list[Tensor]:
+        """What is held and not in blocks: the tail and the sinks."""
         tensors = list(super().held_tensors())
-        if self._pool is not None:
-            tensors += self._pool.tensors
         if self._sinks is not None:
             tensors += [self._sinks.keys, self._sinks.values, self._sinks.positions]
         return tensors
