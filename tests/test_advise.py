@@ -8,7 +8,7 @@ import pytest
 import torch
 from families import FAMILIES
 from smollm2 import load_model
-from tiny import CACHE_ARGUMENT, forward, llama, token_ids
+from tiny import CACHE_ARGUMENT, VERSION, forward, llama, token_ids
 from transformers import EncoderDecoderCache, LlamaConfig
 
 import memos_hf
@@ -28,6 +28,8 @@ OPTIONS = {
     "int2": {"quantization": KVQuantizationConfig(2, 2, residual_tokens=16, group_size=8), "block_size": 16},
     "static": {"static": True, "max_cache_len": 120},
 }
+# Of hybrid layers it is not known, and BLOOM's position bias does not fit to a static cache in older versions.
+NOT_STATIC = {"falcon_h1", "qwen3_next"} | ({"bloom"} if VERSION < (5, 24) else set())
 # Encoders of other families read features, and their length is not that of token ids.
 READING_TEXT = [family for family in FAMILIES if not family.encoder_features]
 
@@ -65,7 +67,7 @@ def test_every_family_holds_what_its_config_says(family):
     model = built(family)
     found = probe(model.config, torch.float32)
     for name, options in OPTIONS.items():
-        if name == "static" and (model.config.is_encoder_decoder or family.name in ("falcon_h1", "qwen3_next")):
+        if name == "static" and (model.config.is_encoder_decoder or family.name in NOT_STATIC):
             continue
         for context, new_tokens, batch in ((90, 12, 2), (37, 3, 1))[: 2 if name in ("full", "int8") else 1]:
             predicted = predict(found, context=context, new_tokens=new_tokens, batch_size=batch, **options)

@@ -6,8 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-import torch
-
+from ..blocks.budget import memory_key
 from ..blocks.staging import STAGED_SHARE
 from ..config import OffloadConfig, Preset
 from ..report import format_bytes
@@ -166,10 +165,8 @@ def advise(found: Probe, *, memory: int, context: int, new_tokens: int = 1, batc
 
 def _budget(full: Prediction, memory: int) -> dict[int | str, int]:
     """What an offloaded cache may take beside two staging buffers and, of a prompt, a layer in full precision."""
-    accelerator = torch.accelerator.current_accelerator()
-    key: int | str = "cpu" if accelerator is None else "mps" if accelerator.type == "mps" else 0
     layer = full.peak_bytes - full.allocated_bytes
-    return {key: max(memory - layer - int(2 * STAGED_SHARE * memory), 1)}
+    return {memory_key(): max(memory - layer - int(2 * STAGED_SHARE * memory), 1)}
 
 
 def _code(options: dict[str, Any], budget: dict[int | str, int], is_encoder_decoder: bool) -> str:

@@ -81,7 +81,7 @@ def run(options: argparse.Namespace) -> None:
         measurements = _Measurements(options)
     except (ImportError, OSError, ValueError) as error:
         raise SystemExit(f"eval: {error}") from None
-    settings = {name: value for name, value in vars(options).items() if name not in ("run", "command", "json")}
+    settings = {name: value for name, value in vars(options).items() if name not in ("run", "json")}
     report = JsonReport(options.json, {"options": settings, "environment": environment(measurements.model.device)})
     for wanted, measure in (
         (options.tokens, measurements.read),
