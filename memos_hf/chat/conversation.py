@@ -151,8 +151,7 @@ class Conversation:
             output = self.model.generate(
                 ids,
                 attention_mask=torch.ones_like(ids),
-                generation_config=self._generation,
-                max_new_tokens=limit,
+                generation_config=self._limited_to(limit),
                 stopping_criteria=StoppingCriteriaList([self._is_stopped]),
                 streamer=streamer,
                 **{cache_argument(self.model): self.cache},
@@ -162,6 +161,11 @@ class Conversation:
             self._cached = 0
             raise
         return self._took_turn(prompt, ids, output, computed, streamer)
+
+    def _limited_to(self, new_tokens: int) -> GenerationConfig:
+        config = copy.copy(self._generation)
+        config.max_new_tokens = new_tokens
+        return config
 
     def _is_stopped(self, input_ids: Tensor, scores: Any, **kwargs: Any) -> Tensor:
         return torch.full((input_ids.shape[0],), self._stopped.is_set(), device=input_ids.device)
@@ -181,7 +185,7 @@ class Conversation:
         """Ids of the conversation and one more prompt, `[1, tokens]`."""
         if self.tokenizer.chat_template:
             messages = [*self.messages, {"role": "user", "content": prompt}]
-            ids = self.tokenizer.apply_chat_template(
+            ids: Tensor = self.tokenizer.apply_chat_template(
                 messages, add_generation_prompt=True, return_tensors="pt", return_dict=True
             )["input_ids"]
         else:
@@ -218,9 +222,11 @@ class Conversation:
         messages.write_text(json.dumps(self.messages, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
 
     def load(self, path: Path) -> None:
-        """Go on with a conversation that was saved. Raises as :meth:`MemOSCache.load` does, and then changes nothing."""
+        """Go on with a saved conversation. Raises as :meth:`MemOSCache.load` does; nothing has changed then."""
         cache = MemOSCache.load(path, self.model)
         ids = load_input_ids(path)
+        if ids is None:
+            raise ValueError(f"load: expected a saved conversation, got a cache without token ids, {path}")
         messages = json.loads(path.with_name(path.name + MESSAGES_SUFFIX).read_text(encoding="utf-8"))
         self.cache, self.messages = cache, messages
         self._said, self._cached = ids.to(self.model.device), ids.shape[1]

@@ -85,16 +85,15 @@ def show(text: str) -> None:
 
 def _ending(answer: Answer) -> str:
     """What ends the line of an answer."""
-    return {
-        "stop": "",
-        "length": " … (as long as --max-new-tokens and the context allow)",
-        "interrupted": " … (stopped)",
-    }[answer.finish_reason]
+    if answer.finish_reason == "stop":
+        return ""
+    stopped = answer.finish_reason == "interrupted"
+    return " … (stopped)" if stopped else " … (--max-new-tokens, or the context, allow no more)"
 
 
 @contextmanager
 def stopped_by_ctrl_c(conversation: Conversation) -> Iterator[None]:
-    """While this holds, Ctrl-C ends the answer between two tokens, which leaves the cache whole; a second one raises."""
+    """Meanwhile Ctrl-C ends the answer between two tokens, which leaves the cache whole; a second one raises."""
 
     def stop(number: int, frame: Any) -> None:
         signal.signal(signal.SIGINT, before)
