@@ -6,10 +6,13 @@ import argparse
 from typing import Any
 
 import torch
+from transformers import AutoConfig, PretrainedConfig
 
 from ..arguments import DTYPES, add_json_option, add_parser, positive_int, size
 from ..output import in_one_line, print_rows, say, write_json
 from ..report import format_bytes
+from .modes import Outlook, advise
+from .probe import probe
 
 EXAMPLES = """\
 python -m memos_hf advise --model HuggingFaceTB/SmolLM2-135M-Instruct --context 8000 --memory 512MiB
@@ -33,7 +36,7 @@ def add_command(commands: Any) -> None:
         type=positive_int,
         default=1,
         metavar="N",
-        help="tokens that are cached after it (%(default)s); they count as well",
+        help="tokens that come after it and are cached too (%(default)s)",
     )
     parser.add_argument("--batch", type=positive_int, default=1, metavar="B", help="rows (%(default)s)")
     parser.add_argument(
@@ -49,11 +52,6 @@ def add_command(commands: Any) -> None:
 
 def run(options: argparse.Namespace) -> None:
     """Print the modes and the advice; end the program where the config cannot be had, or says too little."""
-    from transformers import AutoConfig
-
-    from .modes import advise
-    from .probe import probe
-
     try:
         config = AutoConfig.from_pretrained(options.model)
         found = probe(config, getattr(torch, options.dtype) if options.dtype else None)
@@ -84,24 +82,16 @@ def run(options: argparse.Namespace) -> None:
         _print(report)
 
 
-def _row(outlook: Any) -> dict[str, Any]:
+def _row(outlook: Outlook) -> dict[str, Any]:
     prediction, mode = outlook.prediction, outlook.mode
     row: dict[str, Any] = {"mode": mode.name, "fits": outlook.fits}
-    names = (
-        "used_bytes",
-        "allocated_bytes",
-        "peak_bytes",
-        "below_bytes",
-        "least_bytes",
-        "full_precision_bytes",
-        "ratio",
-    )
-    row |= {name: None if prediction is None else getattr(prediction, name) for name in names}
+    sizes = ("used_bytes", "allocated_bytes", "peak_bytes", "below_bytes", "least_bytes", "full_precision_bytes")
+    row |= {name: None if prediction is None else getattr(prediction, name) for name in (*sizes, "ratio")}
     quality = {"kl": mode.quality.kl, "top1": mode.quality.top1}
     return row | quality | {"code": outlook.code, "refused": outlook.refusal or None}
 
 
-def _positions(config: Any, tokens: int) -> list[str]:
+def _positions(config: PretrainedConfig, tokens: int) -> list[str]:
     positions = getattr(config.get_text_config(), "max_position_embeddings", None)
     return [] if positions is None or tokens <= positions else [f"the model was made for {positions} positions"]
 
