@@ -38,11 +38,9 @@ def add_command(commands: Any) -> None:
     parser.add_argument(
         "--max-new-tokens", type=positive_int, default=512, metavar="N", help="tokens of an answer (%(default)s)"
     )
-    parser.add_argument(
-        "--temperature", type=at_least_zero, metavar="T", help="of sampling; 0 is greedy (the model's own)"
-    )
+    parser.add_argument("--temperature", type=at_least_zero, metavar="T", help="0: greedy (the model's own)")
     parser.add_argument("--seed", type=int, metavar="N", help="of sampling (a new one every time)")
-    parser.add_argument("--device", help="such as cuda:1, or auto: over all there are (the accelerator, or cpu)")
+    parser.add_argument("--device", help="such as cuda:1, or auto: all of them (the accelerator, or cpu)")
     parser.add_argument("--dtype", choices=DTYPES, help="of the model (float32 on a CPU, else bfloat16)")
     add_json_option(parser)
     add_cache_options(parser)

@@ -76,9 +76,7 @@ def add_command(commands: Any) -> None:
         default=list(DEPTHS),
         help=f"of the fact ({' '.join(map(str, DEPTHS))})",
     )
-    parser.add_argument(
-        "--device", default=_accelerator(), help="such as cuda:1, or auto: over all there are (%(default)s)"
-    )
+    parser.add_argument("--device", default=_accelerator(), help="such as cuda:1, or auto: all of them (%(default)s)")
     parser.add_argument("--dtype", choices=DTYPES, default="float32", help="of the model (%(default)s)")
     parser.add_argument("--json", type=output_file, metavar="FILE", help="write the figures here")
     parser.set_defaults(run=run)
