@@ -101,7 +101,7 @@ def _answer(options: argparse.Namespace, conversation: Conversation, prompt: str
     try:
         with stopped_by_ctrl_c(conversation):
             answer = conversation.answer(prompt, (lambda text: None) if quiet else show)
-    except (RuntimeError, ValueError) as error:
+    except (OSError, RuntimeError, ValueError) as error:
         raise SystemExit(f"generate: {in_one_line(error)}") from None
     if not quiet:
         print()
