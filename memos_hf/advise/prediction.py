@@ -181,7 +181,7 @@ def _kind(layer: Any, states: CachedStates) -> Hashable:
     """Equal for layers that hold as much."""
     options = [getattr(layer, name, None) for name in ("sliding_window", "max_cache_len", "quantization")]
     shapes = [(half.shape, half.dtype) for half in (states.keys, states.values) if half is not None]
-    return type(layer), *options, *shapes, states.tokens, states.other_bytes
+    return type(layer), *options, *shapes, states.tokens, states.other_bytes, states.other_storage_bytes
 
 
 def _layer_count(layer: Any, states: CachedStates, tokens: tuple[int, int], batch_size: int) -> _Count:
@@ -190,8 +190,9 @@ def _layer_count(layer: Any, states: CachedStates, tokens: tuple[int, int], batc
     if isinstance(layer, StaticLayer):
         return _static_count(layer, states, prompt + new_tokens, batch_size)
     if not isinstance(layer, BufferedLayer):
-        other = batch_size * states.other_bytes.at(prompt + new_tokens)
-        return _Count(other, other, other, other)
+        lines = states.other_bytes, states.other_storage_bytes
+        used, allocated = (batch_size * line.at(prompt + new_tokens) for line in lines)
+        return _Count(used, allocated, used, allocated)
     if states.keys is None:
         return _Count()
     for _ in range(new_tokens):

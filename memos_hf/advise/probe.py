@@ -9,6 +9,7 @@ from typing import Any
 import torch
 import transformers
 from torch import Tensor
+from torch.fx.experimental import _config as fx_config
 from transformers import (
     AutoModelForCausalLM,
     AutoModelForSeq2SeqLM,
@@ -58,14 +59,16 @@ class CachedStates:
         `None` where it never gets any, or is of another kind.
     tokens : Line
         Tokens that a prompt brings: its own, or, of cross attention, what the encoder makes of them.
-    other_bytes : Line
-        Of a layer of transformers' own kinds: recurrent states, or keys and values of a special form.
+    other_bytes, other_storage_bytes : Line
+        Of a layer of transformers' own kinds, its recurrent states, or keys and values of a special form: of the
+        tensors, and of the storages behind them.
     """
 
     keys: Tensor | None = None
     values: Tensor | None = None
     tokens: Line = Line(0, 1)
     other_bytes: Line = Line(0, 0)
+    other_storage_bytes: Line = Line(0, 0)
 
     def of(self, batch_size: int, tokens: int) -> tuple[Tensor, Tensor]:
         """K and V of an update, `[batch_size, heads, tokens, head_dim]`, without data."""
@@ -147,7 +150,6 @@ def _estimates(layers: tuple[CachedStates, ...]) -> tuple[str, ...]:
 
 def _meta_model(config: PretrainedConfig, dtype: torch.dtype) -> PreTrainedModel:
     config = copy.deepcopy(config)
-    config.pad_token_id = None  # models with one look for it among the ids
     # Neither looks at values: the plain form of attention, and experts without sorting tokens.
     kinds = {"attn_implementation": "eager", "experts_implementation": "batched_mm"}
     named = [getattr(transformers, name, None) for name in config.architectures or ()]
@@ -162,35 +164,45 @@ def _meta_model(config: PretrainedConfig, dtype: torch.dtype) -> PreTrainedModel
 def _run(model: PreTrainedModel, tokens: int) -> tuple[list[Any], list[Any]]:
     """The layers of a cache after a prompt, and those of its cross attention."""
     own, ids = MemOSCache(model.config), torch.ones((1, tokens), dtype=torch.int64, device=META)
-    with torch.no_grad():
+    for part in (model.config, model.config.get_text_config(decoder=True)):
+        vars(part)["pad_token_id"] = None  # models with one look for it among the ids; some refuse to be told of none
+    # Experts may ask which tokens are theirs.
+    with torch.no_grad(), fx_config.patch(meta_nonzero_assume_all_nonzero=True):  # type: ignore[attr-defined]
         if not model.config.is_encoder_decoder:
-            model(ids, **{cache_argument(model): own}, use_cache=True)
+            cache = {cache_argument(model): own}
+            model(ids[:, 1:], **cache, use_cache=True)
+            model(ids[:, :1], **cache, use_cache=True)  # some layers hold less after the first token
             return list(own.layers), []
         if model.main_input_name != "input_ids":
             raise ValueError(f"the encoder reads {model.main_input_name}, not token ids")
         cross = MemOSCache(model.config)
-        cache = {cache_argument(model): EncoderDecoderCache(own, cross)}
-        model(ids, decoder_input_ids=ids[:, :1], **cache, use_cache=True)
+        both = {cache_argument(model): EncoderDecoderCache(own, cross)}
+        model(ids, decoder_input_ids=ids[:, :1], **both, use_cache=True)
         return list(own.layers), list(cross.layers)
 
 
 def _found(first: Any, second: Any) -> CachedStates:
     """What the same layer held after prompts of the two lengths."""
     if not isinstance(first, BufferedLayer):
-        return CachedStates(other_bytes=Line.through((_bytes(first), _bytes(second))))
+        used, allocated = (Line.through(numbers) for numbers in zip(_bytes(first), _bytes(second), strict=True))
+        return CachedStates(other_bytes=used, other_storage_bytes=allocated)
     if first.keys is None or first.values is None:
         return CachedStates()
     lengths = first.get_seq_length(), second.get_seq_length()
     return CachedStates(first.keys[:, :, :0], first.values[:, :, :0], Line.through(lengths))
 
 
-def _bytes(layer: Any) -> int:
-    return sum(tensor.numel() * tensor.element_size() for tensor in held_tensors(layer))
+def _bytes(layer: Any) -> tuple[int, int]:
+    """Bytes of all that a layer of transformers' holds, and of the storages behind it."""
+    tensors = list(held_tensors(layer))
+    # By their handles, as nothing on the meta device has an address.
+    storages = {storage._cdata: storage.nbytes() for storage in (tensor.untyped_storage() for tensor in tensors)}
+    return sum(tensor.numel() * tensor.element_size() for tensor in tensors), sum(storages.values())
 
 
 def _guessed(model: PreTrainedModel, error: Exception) -> tuple[tuple[CachedStates, ...], str]:
     """What the config says of each layer, and a note that it is a guess."""
-    reason = f"{type(error).__name__}: {error}".splitlines()[0]
+    reason = f"{type(error).__name__}: {error}".splitlines()[0].split(". ")[0]
     if model.config.is_encoder_decoder:
         raise ValueError(f"model: what it caches cannot be told from its config: {reason}")
     layers = MemOSCache(model.config).layers
@@ -199,7 +211,10 @@ def _guessed(model: PreTrainedModel, error: Exception) -> tuple[tuple[CachedStat
         CachedStates(states.get(index), states.get(index)) if isinstance(layer, BufferedLayer) else CachedStates()
         for index, layer in enumerate(layers)
     )
-    note = f"heads and head dims are those that the config names, as the model does not run without data ({reason})"
+    note = (
+        "heads and head dims are those that the config names, and may be others in truth, as the model does not run "
+        f"without data ({reason})"
+    )
     unknown = sum(states.keys is None for states in found)
     if unknown:
         note += f"; of {unknown} of its {len(layers)} layers it does not tell what they hold, which is not counted"
