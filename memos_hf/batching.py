@@ -53,7 +53,7 @@ def generate_batch(
     Parameters
     ----------
     model : PreTrainedModel
-        A decoder.
+        A decoder; of a model that PEFT wraps, `get_base_model()`.
     tokenizer : PreTrainedTokenizerBase
         Or a processor that has one.
     prompts : iterable
@@ -132,7 +132,8 @@ def generate_batch(
 def _check(model: Any, tokenizer: Any, batch_size: Any, **switches: Any) -> None:
     """Raise for the first argument that is wrong."""
     if not isinstance(model, PreTrainedModel) or not model.can_generate():
-        raise TypeError(f"model: expected a transformers model that can generate, got {type(model).__name__}")
+        advice = "; get_base_model() gives it, with its adapters" if hasattr(model, "get_base_model") else ""
+        raise TypeError(f"model: expected a transformers model that can generate, got {type(model).__name__}{advice}")
     if model.config.is_encoder_decoder:
         raise ValueError(f"model: expected a decoder, got {type(model).__name__}, which has an encoder too")
     if not callable(tokenizer) or not hasattr(tokenizer, "decode"):

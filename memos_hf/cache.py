@@ -59,6 +59,8 @@ class MemOSCache(DynamicCache):  # type: ignore[misc]
         `(keys, values, sliding_window)`, each of shape `[batch, heads, tokens, head_dim]`.
     offloading, offload_only_non_sliding : bool
         `DynamicCache`'s: keep layers in host memory and bring them to the accelerator one ahead.
+    ddp_cache_data : iterable, optional
+        Per-layer data by name, as in `DynamicCache`.
     initial_capacity : int, optional
         Tokens allocated at the first update: 256 by default, or `max_cache_len` where that is lower. A longer first
         prompt gets its length and this many more.
@@ -164,6 +166,11 @@ class MemOSCache(DynamicCache):  # type: ignore[misc]
             from the config, and taken anew from the first update if that differs.
         **options
             As for the constructor.
+
+        Raises
+        ------
+        TypeError, ValueError
+            If `model` is no model, or an argument is wrong.
         """
         if not isinstance(getattr(model, "config", None), PretrainedConfig):
             raise TypeError(f"model: expected a transformers model, got {type(model).__name__}")
@@ -199,6 +206,8 @@ class MemOSCache(DynamicCache):  # type: ignore[misc]
         ------
         TypeError
             If `cache` is of another kind.
+        ValueError
+            If it is static, or is to be.
         """
         if not isinstance(cache, DynamicCache):
             raise TypeError(f"cache: expected a DynamicCache or MemOSCache, got {type(cache).__name__}")
@@ -286,6 +295,10 @@ class MemOSCache(DynamicCache):  # type: ignore[misc]
         Where rows are left-padded, padding counts as their sinks, as the cache has seen no mask; a cache that is
         quantized from the start finds each row's first real tokens.
 
+        Parameters
+        ----------
+        quantization : KVQuantizationConfig or {"int8", "int4", "int2", "fp8"}
+
         Raises
         ------
         ValueError
@@ -306,7 +319,13 @@ class MemOSCache(DynamicCache):  # type: ignore[misc]
         self.options, self._has_blocks = options, True
 
     def to_dynamic(self) -> DynamicCache:
-        """A `DynamicCache` with a copy of what this cache holds."""
+        """A `DynamicCache` with a copy of what this cache holds, decoded where it is encoded.
+
+        Raises
+        ------
+        ValueError
+            If the cache is static.
+        """
         if self.options.static:
             raise ValueError("to_dynamic: a static cache cannot be converted")
         result = DynamicCache()
@@ -321,7 +340,8 @@ class MemOSCache(DynamicCache):  # type: ignore[misc]
     ) -> tuple[Tensor, Tensor]:
         """Store K and V, `[batch, heads, new_tokens, head_dim]`, of one layer; return all that it may attend to.
 
-        What is returned holds until the next call.
+        What is returned, `[batch, heads, tokens, head_dim]` each, holds until the next call. Where there are blocks, it
+        is a stand-in of that shape that attention reads in place, and that every other operation decodes.
 
         Raises
         ------
@@ -420,7 +440,7 @@ class MemOSCache(DynamicCache):  # type: ignore[misc]
         Raises
         ------
         ValueError
-            If the cache is static.
+            If the cache is static, or `repeats` is not an int of at least 1.
         """
         _check_repeats(repeats)
         if self.options.static:
@@ -437,7 +457,13 @@ class MemOSCache(DynamicCache):  # type: ignore[misc]
         return twin
 
     def acquire(self) -> MemOSCache:
-        """Count one more owner, who calls :meth:`release` when done. Returns the cache."""
+        """Count one more owner, who calls :meth:`release` when done. Returns the cache.
+
+        Raises
+        ------
+        RuntimeError
+            If it was released, or is torn.
+        """
         with self._exclusive():
             self._owners += 1
         return self
@@ -542,7 +568,7 @@ class MemOSCache(DynamicCache):  # type: ignore[misc]
         return sizes
 
     def get_max_length(self, layer_idx: int | None = None) -> int:
-        """The ceiling in tokens, -1 where there is none; of one layer, what transformers' layers say (the window)."""
+        """The ceiling in tokens, -1 where there is none; of layer `layer_idx`, what transformers says (the window)."""
         if layer_idx is None and not self.options.static:
             return self.options.max_cache_len or -1
         length: int = super().get_max_length(layer_idx)
@@ -564,6 +590,11 @@ class MemOSCache(DynamicCache):  # type: ignore[misc]
     def crop(self, tokens_to_remove: int) -> None:
         """Remove the last `-tokens_to_remove` tokens of every layer, or, if one of them cannot, of none.
 
+        Parameters
+        ----------
+        tokens_to_remove : int
+            0 or negative; where there are fewer tokens, none is left.
+
         Raises
         ------
         ValueError
@@ -580,7 +611,18 @@ class MemOSCache(DynamicCache):  # type: ignore[misc]
                 layer.crop(tokens_to_remove)
 
     def reorder_cache(self, beam_idx: Tensor) -> None:
-        """Make row `i` of the batch what row `beam_idx[i]` was (int64, on any device)."""
+        """Make row `i` of the batch what row `beam_idx[i]` was. Rows share blocks.
+
+        Parameters
+        ----------
+        beam_idx : Tensor
+            int64 `[rows]`, on any device; not kept.
+
+        Raises
+        ------
+        IndexError, RuntimeError
+            If there is no such row; nothing is changed then.
+        """
         with self._exclusive():
             for layer in map(adapted, self.layers):
                 layer.reorder_cache(beam_idx)
@@ -588,8 +630,15 @@ class MemOSCache(DynamicCache):  # type: ignore[misc]
     def batch_repeat_interleave(self, repeats: int) -> None:
         """Repeat every row of the batch `repeats` times, side by side; recurrent states too.
 
-        Rows share what is in whole blocks. Contiguous layers become layers of blocks, which lie where the tokens are,
-        and blocks that are due are sealed now, as each row has a tail of its own.
+        Rows share what is in whole blocks and, where one row is repeated, the tail behind them too. Contiguous layers
+        become layers of blocks, which lie where the tokens are, and blocks that are due are sealed now, once.
+
+        Raises
+        ------
+        ValueError
+            If `repeats` is not an int of at least 1.
+        RuntimeError
+            If the cache is static.
         """
         _check_repeats(repeats)
         with self._exclusive():
@@ -603,7 +652,19 @@ class MemOSCache(DynamicCache):  # type: ignore[misc]
                 layer.batch_repeat_interleave(repeats)
 
     def batch_select_indices(self, indices: Tensor) -> None:
-        """Keep the rows `indices` (int64, or a boolean mask over the batch, on any device); recurrent states too."""
+        """Keep the rows `indices`; recurrent states too.
+
+        Parameters
+        ----------
+        indices : Tensor
+            int64 `[rows]`, or a boolean mask over the batch, on any device; not kept.
+
+        Raises
+        ------
+        IndexError, RuntimeError
+            If there is no such row, or the mask is for another number of rows; nothing is changed then.
+            If the cache is static.
+        """
         with self._exclusive():
             for layer in map(adapted, self.layers):
                 layer.batch_select_indices(indices)
@@ -614,7 +675,9 @@ class MemOSCache(DynamicCache):  # type: ignore[misc]
         return self.options.static and bool(super().is_compileable)
 
     def memory(self) -> MemoryReport:
-        """Bytes held, from the storages themselves, by device."""
+        """Bytes held, from the storages themselves, by device: of what is valid, of all that is allocated, of what
+        others hold too.
+        """
         return memory_report(self.layers, self.options.lease)
 
     @property

@@ -53,6 +53,7 @@ class KVQuantizationConfig:
         What shares a scale: the channels of one token (and head), the tokens of one channel (as in KIVI,
         arXiv:2402.02750), or everything, by one fixed scale.
     value_axis : {"token", "tensor"}
+        The same for values; by channel it is worse than by token (KIVI), and not offered.
     group_size : int, optional
         Elements that share a scale; `None`: all channels of a token, or all tokens of a block.
     value_group_size : int or "as keys", optional
@@ -114,7 +115,13 @@ class KVQuantizationConfig:
 
     @classmethod
     def of(cls, quantization: KVQuantizationConfig | Preset) -> KVQuantizationConfig:
-        """A preset by its name, or a config as it is."""
+        """A preset by its name, or a config as it is.
+
+        Raises
+        ------
+        ValueError
+            If it is neither.
+        """
         if isinstance(quantization, KVQuantizationConfig):
             return quantization
         if not isinstance(quantization, str) or quantization not in PRESETS:
@@ -128,7 +135,15 @@ class KVQuantizationConfig:
         return -(-self.residual_tokens // block_size) * block_size
 
     def specs(self, key_dim: int, value_dim: int, block_size: int) -> tuple[CodecSpec, CodecSpec]:
-        """Codecs for keys and values of these head dims. A preset adapts to any, what was asked for is kept."""
+        """Codecs for keys and values of these head dims. A preset adapts to any, what was asked for is kept.
+
+        Parameters
+        ----------
+        key_dim, value_dim : int
+            Elements of a head.
+        block_size : int
+            Tokens in a block.
+        """
         value_group = self.group_size if self.value_group_size == "as keys" else self.value_group_size
         keys = self._spec(self.key_bits, self.key_axis, self.group_size)
         values = self._spec(self.value_bits, self.value_axis, value_group)

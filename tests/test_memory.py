@@ -1,6 +1,7 @@
 """What `memory()` and `stats` say, held against the storages themselves."""
 
 import gc
+import time
 import weakref
 
 import pytest
@@ -213,7 +214,11 @@ def test_twenty_rounds_of_generation_leave_no_bytes_behind(storage):
     before = live_bytes()
     for _ in range(20):
         generate(model, ids, MemOSCache(model.config, **storage))
-    assert live_bytes() <= before
+    # A thread that still reads ahead holds the buffer that it fills, though the cache is gone.
+    deadline = time.monotonic() + 30
+    while (left := live_bytes()) > before and time.monotonic() < deadline:
+        time.sleep(0.05)
+    assert left <= before
 
 
 @pytest.mark.parametrize("quantization", [None, "int8"])

@@ -29,11 +29,12 @@ class BufferedLayer(CacheLayerMixin):  # type: ignore[misc]
     is_croppable = True
     supports_early_init = True
     is_sliding = False
+    buffer_class = KVBuffer
 
     def __init__(self, options: CacheOptions, first_capacity: int) -> None:
         # The inherited constructor would only set `keys` and `values`, which are properties here.
         self.options = options
-        self.buffer = KVBuffer(first_capacity, options.growth_factor, seq_major=options.layout == "seq_major")
+        self.buffer = self.buffer_class(first_capacity, options.growth_factor, seq_major=options.layout == "seq_major")
         self.is_initialized = False
         self.device: torch.device | None = None
         self._signatures: tuple[tuple[Any, ...], ...] = ()
@@ -59,7 +60,7 @@ class BufferedLayer(CacheLayerMixin):  # type: ignore[misc]
     @property
     def is_empty(self) -> bool:
         """Whether there is nothing that the next update has to agree with."""
-        return self.buffer.start == self.buffer.end
+        return self.buffer.length == 0
 
     @property
     def dtype(self) -> torch.dtype | None:
@@ -173,7 +174,7 @@ class BufferedLayer(CacheLayerMixin):  # type: ignore[misc]
 
     def held_tensors(self) -> list[Tensor]:
         """Every tensor that the layer holds."""
-        return list(self.buffer.tensors) if self.buffer.allocated else []
+        return self.buffer.held_tensors
 
     @property
     def held_tokens(self) -> int:
@@ -197,7 +198,7 @@ class BufferedLayer(CacheLayerMixin):  # type: ignore[misc]
     @property
     def shared_bytes(self) -> int:
         """Bytes of what is valid and may be held by others too."""
-        return self.buffer.valid_bytes if self.buffer.shared else 0
+        return self.buffer.shared_bytes
 
     @property
     def full_precision_bytes(self) -> int:

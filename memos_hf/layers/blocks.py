@@ -14,26 +14,26 @@ import torch
 from torch import Tensor
 
 from ..attention import interface
-from ..attention.dispatch import attend_in_place
+from ..attention.dispatch import attend_in_place, can_attend
 from ..attention.lazy import ReplacedError, Role, stand_in
-from ..attention.reference import Exact, Sealed, Sinks
+from ..attention.op import MOST_QUERIES
+from ..attention.parts import Part, attend_in_parts
+from ..attention.reference import Exact, Sealed
 from ..blocks.codecs import BlockCodec
 from ..blocks.pool import BlockPool
 from ..blocks.transfer import Aside, Encoded
 from ..config import UNENCODED, CacheOptions, KVQuantizationConfig
 from .base import BufferedLayer, removed_tokens
 from .buffer import KVBuffer, row_signature
+from .first_tokens import FirstTokens
 from .state import LayerState
+from .tail import TailBuffer
 
 logger = logging.getLogger(__name__)
 
 # So many blocks are left to be sealed only by a prompt; they are sealed as soon as another layer is updated.
 PROMPT_BLOCKS = 4
 ROLES: tuple[Role, ...] = ("key", "value")
-# Where a row begins that has been nothing but padding so far.
-UNKNOWN = -1
-# Where a row begins whose first real tokens were sealed before it was known that they are.
-MISSED = -2
 
 
 class BlockLayer(BufferedLayer):
@@ -57,6 +57,9 @@ class BlockLayer(BufferedLayer):
         How blocks are encoded.
     """
 
+    buffer: TailBuffer
+    buffer_class = TailBuffer
+
     def __init__(self, options: CacheOptions, quantization: KVQuantizationConfig) -> None:
         self.block_size = options.block_size
         self.residual = quantization.residual_window(self.block_size)
@@ -66,7 +69,7 @@ class BlockLayer(BufferedLayer):
         self.seals = self.fused_calls = self.materialised_calls = 0
         self._damaged: int | Tensor = 0
         self._past_growths = 0  # of arenas that were made for other shapes
-        self._ahead: tuple[tuple[int, int, int], Aside] | None = None
+        self._ahead: tuple[tuple[int, ...], Aside] | None = None
         self._pool: BlockPool | None = None
         self._table: list[list[int]] = []
         self._forget_blocks()
@@ -75,9 +78,7 @@ class BlockLayer(BufferedLayer):
         self._table = []  # of each row, what the pool calls the blocks of its entries
         self._entry_tokens: list[int] = []  # of each entry, its valid tokens
         self.sealed_tokens = 0  # their sum: tokens of each row that are in sealed blocks
-        self._sinks: Sinks | None = None
-        self._first_real: Tensor | None = None  # of each row, its first token that is not padding, or UNKNOWN
-        self._padding_noted = self.sink_tokens == 0  # whether that is known of every row, or not needed
+        self.first_tokens = FirstTokens(self.sink_tokens)
         self._table_changed()
 
     def _table_changed(self) -> None:
@@ -171,7 +172,7 @@ class BlockLayer(BufferedLayer):
         self.seal()
         self.version += 1
         self.buffer.append(key_states, value_states)
-        if not self._entry_tokens and self._padding_noted and key_states.shape[2] == 1:
+        if not self._entry_tokens and self.first_tokens.is_known and key_states.shape[2] == 1:
             return self.buffer.view()
         return self._stand_ins(self.held_tokens, key_states.shape[2])
 
@@ -187,28 +188,35 @@ class BlockLayer(BufferedLayer):
 
     @property
     def due_blocks(self) -> int:
-        """Whole blocks that the tail holds beside the residual window."""
-        return max((self.buffer.length - self.residual) // self.block_size, 0)
+        """Whole blocks that the tail holds beside the residual window; first those that all rows have in common."""
+        due = max((self.buffer.length - self.residual) // self.block_size, 0)
+        return min(due, self.buffer.common_tokens // self.block_size) or due
 
     def seal(self) -> None:
         """Encode the blocks that are due."""
-        count = self.due_blocks
-        if count == 0:
-            return
+        while (count := self.due_blocks) > 0:
+            self._seal_first(count)
+
+    def _seal_first(self, count: int) -> None:
+        """Encode the first `count` blocks of the tail; one that all rows have in common once."""
         pool, tokens = self._slots(), count * self.block_size
         if torch.is_grad_enabled() and self.buffer.tensors[0].grad_fn is not None:
             _say_that_sealing_ends_gradients()
-        keys, values = (states[:, :, :tokens].detach() for states in self.buffer.view())
-        self._keep_sinks(keys, values, self.sealed_tokens)
+        batch = self._signatures[0][0]
+        keys, values = (states.detach().expand(batch, -1, -1, -1) for states in self.buffer.first(tokens))
+        self.first_tokens.keep(keys, values, self.sealed_tokens)
         encoded_keys, encoded_values, damaged = self._encoded(count)
-        slots = pool.store(encoded_keys, encoded_values, self._slot_limit(keys.shape[0]))
+        slots = pool.store(encoded_keys, encoded_values, self._slot_limit(batch))
+        self.seals += len(slots)
+        if len(slots) < batch * count:  # all rows hold them
+            pool.share(slots * (batch - 1))
+            slots *= batch
         self._table = [
-            [*row, *slots[index * count : (index + 1) * count]] for index, row in enumerate(self._rows(keys.shape[0]))
+            [*row, *slots[index * count : (index + 1) * count]] for index, row in enumerate(self._rows(batch))
         ]
         self._entry_tokens += [self.block_size] * count
         self.sealed_tokens += tokens
         self._table_changed()
-        self.seals += len(slots)
         self._damaged = self._damaged + damaged["tokens"]
         self.buffer.keep_last(self.buffer.length - tokens)
         self.buffer.shrink_to(self.residual + self.block_size)
@@ -229,9 +237,9 @@ class BlockLayer(BufferedLayer):
             device = self.buffer.tensors[0].device
             self._ahead = self._state(), Aside(device, lambda: self._encode(count))
 
-    def _state(self) -> tuple[int, int, int]:
+    def _state(self) -> tuple[int, ...]:
         """Equal as long as the tail has the same tokens in the same place."""
-        return self.version, self.buffer.start, self.buffer.end
+        return self.version, self.buffer.common_tokens, self.buffer.start, self.buffer.end
 
     def _encoded(self, count: int) -> list[Encoded]:
         """The first `count` blocks of the tail: keys, values, and how many tokens are damaged."""
@@ -243,8 +251,7 @@ class BlockLayer(BufferedLayer):
     def _encode(self, count: int) -> list[Encoded]:
         pool = self._slots()
         keys, values = (
-            _as_blocks(states[:, :, : count * self.block_size].detach(), self.block_size)
-            for states in self.buffer.view()
+            _as_blocks(states.detach(), self.block_size) for states in self.buffer.first(count * self.block_size)
         )
         encoded_keys, damaged_keys = pool.key_codec.encode(keys)
         encoded_values, damaged_values = pool.value_codec.encode(values)
@@ -290,7 +297,7 @@ class BlockLayer(BufferedLayer):
         states = states.view(batch, entries, heads, self.block_size, head_dim).transpose(1, 2).flatten(2, 3)
         if self.sealed_tokens < states.shape[2]:
             states = states[:, :, self._valid_positions(tail.device)]
-        self._put_sinks(states, role)
+        self.first_tokens.put(states, role)
         before = self.sealed_tokens + tail.shape[2] - last
         return torch.cat([states[:, :, before:], tail], dim=2)
 
@@ -305,16 +312,32 @@ class BlockLayer(BufferedLayer):
         last: int,
     ) -> Tensor | None:
         """Attention over the `last` tokens, the tail and more, in place, or `None` where they have to be decoded."""
-        if not self._padding_noted:
-            self._note_padding(mask)
+        self._note_padding(mask)
         if not self._entry_tokens:
             return None  # nothing is encoded yet: the tail is a plain tensor
-        tail = Exact(*self.buffer.view())
-        sealed = self._sealed(self.sealed_tokens + self.buffer.length - last)
-        output = attend_in_place(query, tail, sealed, self._sinks, last, mask, causal, scale, softcap, head_sinks)
+        hidden = self.sealed_tokens + self.buffer.length - last
+        sealed, arguments = self._sealed(hidden), (last, mask, causal, scale, softcap, head_sinks)
+        *common, tail = (Exact(*states) for states in self.buffer.parts())
+        if not common:
+            output = attend_in_place(query, tail, sealed, self.first_tokens.kept, *arguments)
+        elif query.shape[2] <= MOST_QUERIES and can_attend(query, tail, mask, causal, head_sinks):
+            begin = self.sealed_tokens - hidden
+            positions = torch.arange(last, device=query.device).tensor_split([begin, begin + common[0].keys.shape[2]])
+            parts = (
+                Part(common[0], None, None, positions[1]),
+                Part(tail, sealed, self.first_tokens.kept, torch.cat([positions[0], positions[2]])),
+            )
+            output = attend_in_parts(query, parts, *arguments)
+        else:
+            output = None
         if output is not None:
             self.fused_calls += 1
         return output
+
+    def _note_padding(self, mask: Tensor | None) -> None:
+        if not self.first_tokens.is_known:
+            batch, device = self._signatures[0][0], self.buffer.tensors[0].device
+            self.first_tokens.note(mask, batch, device, self.sealed_tokens)
 
     def reading_failed(self, error: BaseException) -> None:
         """Attention could not read what it needs; called before the error goes on."""
@@ -325,10 +348,7 @@ class BlockLayer(BufferedLayer):
 
     def tensors_beside_blocks(self) -> list[Tensor]:
         """What is held and not in blocks: the tail and the sinks."""
-        tensors = list(super().held_tensors())
-        if self._sinks is not None:
-            tensors += [self._sinks.keys, self._sinks.values, self._sinks.positions]
-        return tensors
+        return [*super().held_tensors(), *self.first_tokens.tensors]
 
     @property
     def growths(self) -> int:
@@ -341,10 +361,7 @@ class BlockLayer(BufferedLayer):
         used = super().used_bytes
         if self._pool is not None:
             used += len(self._held_blocks()) * self._pool.bytes_per_slot
-        if self._sinks is not None:
-            sinks = self._sinks
-            used += sum(part.numel() * part.element_size() for part in (sinks.keys, sinks.values, sinks.positions))
-        return used
+        return used + self.first_tokens.used_bytes
 
     @property
     def bytes_per_block(self) -> int:
@@ -354,8 +371,9 @@ class BlockLayer(BufferedLayer):
     @property
     def shared_bytes(self) -> int:
         """Bytes of memory that others may hold too: of the tail until it is written to, and of blocks."""
-        tail = self.buffer.valid_bytes if self.buffer.shared else 0
-        return tail + (self._pool.shared(self._held_blocks()) * self._pool.bytes_per_slot if self._pool else 0)
+        return self.buffer.shared_bytes + (
+            self._pool.shared(self._held_blocks()) * self._pool.bytes_per_slot if self._pool else 0
+        )
 
     def _held_blocks(self) -> Counter[int]:
         """How often each block is held by a row."""
@@ -391,17 +409,12 @@ class BlockLayer(BufferedLayer):
         state.numbers.update(
             table=[[saved[slot] for slot in row] for row in self._table],
             entry_tokens=list(self._entry_tokens),
-            padding_noted=self._padding_noted,
         )
         if slots and self._pool is not None:
             for role in ROLES:
                 encoded = self._pool.gather(role, slots)
                 state.tensors.update({f"{role}.{name}": tensor for name, tensor in encoded.items()})
-        if self._sinks is not None:
-            sinks = self._sinks
-            state.tensors.update(sink_keys=sinks.keys, sink_values=sinks.values, sink_positions=sinks.positions)
-        if self._first_real is not None:
-            state.tensors["first_real"] = self._first_real
+        self.first_tokens.add_to(state)
         return state
 
     def check_state(self, state: LayerState) -> None:
@@ -416,18 +429,11 @@ class BlockLayer(BufferedLayer):
         batch, heads = keys.shape[:2]
         entry_tokens, count = _checked_table(state, batch, self.block_size)
         self.check_room(sum(entry_tokens) + keys.shape[2])
-        state.flag("padding_noted")
+        self.first_tokens.check_state(state)
         if count:
             for role, codec in zip(ROLES, self._codecs(keys, values), strict=True):
                 for name, (shape, dtype) in codec.layout(heads).items():
                     state.check_tensor(f"{role}.{name}", (count, *shape), dtype)
-        if "sink_positions" in state.tensors:
-            sinks = batch, heads, self.sink_tokens
-            state.check_tensor("sink_keys", (*sinks, keys.shape[3]), keys.dtype)
-            state.check_tensor("sink_values", (*sinks, values.shape[3]), values.dtype)
-            state.check_tensor("sink_positions", (batch, self.sink_tokens), torch.int32)
-        if "first_real" in state.tensors:
-            state.check_tensor("first_real", (batch,), torch.int64)
 
     def take_state(self, state: LayerState, device: torch.device) -> None:
         """Hold what `state` has, copied to `device`; blocks are neither decoded nor encoded."""
@@ -438,7 +444,7 @@ class BlockLayer(BufferedLayer):
         if self.quantization is UNENCODED:
             self.seal()
             return
-        self._padding_noted = state.flag("padding_noted")
+        self.first_tokens.take_state(state, device)
         mentions = Counter(index for row in state.numbers["table"] for index in row)
         if mentions:
             pool = self._slots()
@@ -452,11 +458,6 @@ class BlockLayer(BufferedLayer):
             self._table = [[slots[index] for index in row] for row in state.numbers["table"]]
             self._entry_tokens = list(state.numbers["entry_tokens"])
             self.sealed_tokens = sum(self._entry_tokens)
-        if "sink_positions" in state.tensors:
-            names = ("sink_keys", "sink_values", "sink_positions")
-            self._sinks = Sinks(*(state.tensor(name).to(device, copy=True) for name in names))
-        if "first_real" in state.tensors:
-            self._first_real = state.tensor("first_real").to(device, copy=True)
 
     def _codecs(self, key_states: Tensor, value_states: Tensor) -> tuple[BlockCodec, BlockCodec]:
         """The codecs for K and V like these; raises if they cannot be encoded as asked."""
@@ -490,66 +491,6 @@ class BlockLayer(BufferedLayer):
         tokens = torch.tensor(self._entry_tokens, device=device)
         return (torch.arange(self.block_size, device=device) < tokens[:, None]).flatten()
 
-    def _note_padding(self, mask: Tensor | None) -> None:
-        """Find where each row begins, in the mask of the newest query; rows that were padding so far stay unknown."""
-        batch, device = self._signatures[0][0], self.buffer.tensors[0].device
-        if self._entry_tokens and self._first_real is None:
-            self._padding_noted = True  # sealed before any mask was seen: the sinks are what they are
-            return
-        if mask is None or mask.ndim != 4:
-            begins = torch.zeros(batch, dtype=torch.int64, device=device)
-        else:
-            visible = mask[:, 0, -1]
-            if visible.dtype != torch.bool:
-                visible = visible > torch.finfo(visible.dtype).min / 2
-            begins = torch.where(visible.any(dim=-1), visible.int().argmax(dim=-1), UNKNOWN).expand(batch)
-        if self._first_real is not None:
-            # What is sealed by now can no longer be copied exactly.
-            begins = torch.where((begins >= 0) & (begins < self.sealed_tokens), MISSED, begins)
-            begins = torch.where(self._first_real != UNKNOWN, self._first_real, begins)
-        self._first_real = begins.clone()
-        self._padding_noted = bool((begins != UNKNOWN).all())
-        if self._sinks is not None:
-            self._sinks = replace(self._sinks, positions=self._sink_positions(batch, device))
-
-    def _sink_positions(self, batch: int, device: torch.device) -> Tensor:
-        """int32 `[batch, sinks]`: each row's first real tokens, -1 where it has none yet."""
-        begins = self._first_real
-        if begins is None:  # attention that shows no mask: taken as unpadded
-            begins = torch.zeros(batch, dtype=torch.int64, device=device)
-        positions = begins[:, None] + torch.arange(self.sink_tokens, device=device)
-        return torch.where(begins[:, None] < 0, -1, positions).int()
-
-    def _keep_sinks(self, keys: Tensor, values: Tensor, first: int) -> None:
-        """Copy those of each row's first real tokens that are among `keys`, which begin at token `first`."""
-        count = self.sink_tokens
-        if count == 0:
-            return
-        batch, heads, tokens, _ = keys.shape
-        if self._sinks is None:
-            positions = self._sink_positions(batch, keys.device)
-            shape = (batch, heads, count)
-            zeros = [states.new_zeros(*shape, states.shape[3]) for states in (keys, values)]
-            self._sinks = Sinks(zeros[0], zeros[1], positions)
-        at = self._sinks.positions.long() - first
-        here = ((at >= 0) & (at < tokens))[:, None, :, None]
-        at = at.clamp(0, tokens - 1)[:, None, :, None]
-        with torch.inference_mode(False):  # not in place: forks share them
-            kept = [
-                torch.where(here, states.gather(2, at.expand(-1, heads, -1, states.shape[3])), sinks)
-                for sinks, states in ((self._sinks.keys, keys), (self._sinks.values, values))
-            ]
-            self._sinks = Sinks(kept[0], kept[1], self._sinks.positions)
-
-    def _put_sinks(self, states: Tensor, role: Role) -> None:
-        """Write the exact sinks over their decoded selves in `states`, `[batch, heads, sealed_tokens, head_dim]`."""
-        if self._sinks is None:
-            return
-        exact = self._sinks.keys if role == "key" else self._sinks.values
-        at = self._sinks.positions.long()
-        rows, sinks = ((at >= 0) & (at < self.sealed_tokens)).nonzero(as_tuple=True)
-        states[rows, :, at[rows, sinks]] = exact[rows, :, sinks]
-
     def _rows(self, batch: int) -> list[list[int]]:
         return self._table or [[] for _ in range(batch)]
 
@@ -570,7 +511,7 @@ class BlockLayer(BufferedLayer):
         self._entry_tokens = tokens
         self.sealed_tokens = sum(tokens)
         if not tokens:
-            self._sinks = None
+            self.first_tokens.forget()
         self._table_changed()
 
     def _release_rows(self, rows: list[list[int]]) -> None:
@@ -604,7 +545,7 @@ class BlockLayer(BufferedLayer):
         """A layer with the same tokens, and counters of its own: blocks are held once more, the tail until a write."""
         twin = copy.copy(self)
         twin._table, twin._ahead = [], None
-        twin.buffer = self.buffer.fork()
+        twin.buffer, twin.first_tokens = self.buffer.fork(), copy.copy(self.first_tokens)
         if self._pool is not None:
             self._pool.share(itertools.chain.from_iterable(self._table))
             self._pool.readers.add(twin)
@@ -631,7 +572,7 @@ class BlockLayer(BufferedLayer):
         twin = copy.copy(self)
         twin._table = []
         memo[id(self)] = twin
-        for name in ("buffer", "_pool", "_table", "_entry_tokens", "_sinks", "_first_real"):
+        for name in ("buffer", "_pool", "_table", "_entry_tokens", "first_tokens"):
             setattr(twin, name, copy.deepcopy(getattr(self, name), memo))
         if twin._pool is not None:
             twin._pool.readers.add(twin)
@@ -651,12 +592,7 @@ class BlockLayer(BufferedLayer):
             self._release_rows(self._table)
             self._table = taken
             self._table_changed()
-        if self._sinks is not None:
-            sinks = self._sinks
-            with torch.inference_mode(False):
-                self._sinks = Sinks(sinks.keys[index], sinks.values[index], sinks.positions[index])
-        if self._first_real is not None:
-            self._first_real = self._first_real[index]
+        self.first_tokens.take_rows(index)
 
 
 class _Reading:

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import copy
 import math
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
 
 # What a GPU reads in one transaction, and a multiple of every CPU's cache line.
 ALIGNMENT_BYTES = 128
+Buffer = TypeVar("Buffer", bound="KVBuffer")
 
 
 class KVBuffer:
@@ -80,6 +81,16 @@ class KVBuffer:
         """Whether the tensors were handed over and may be held by somebody else too."""
         return not self._writable and (self._keys is not None or self._values is not None)
 
+    @property
+    def shared_bytes(self) -> int:
+        """Bytes of the valid tokens that somebody else may hold too."""
+        return self.valid_bytes if self.shared else 0
+
+    @property
+    def held_tensors(self) -> list[Tensor]:
+        """Every tensor."""
+        return list(self.tensors) if self.allocated else []
+
     def allocate(self, keys: Tensor, values: Tensor, limit: int | None = None) -> None:
         """Make room for first tokens like `keys` and `values`, `[batch, heads, tokens, head_dim]`; nothing is written.
 
@@ -121,7 +132,7 @@ class KVBuffer:
         self.start, self.end = 0, max((half.shape[2] for half in (keys, values) if half is not None), default=0)
         self.capacity = self.end
 
-    def fork(self) -> KVBuffer:
+    def fork(self: Buffer) -> Buffer:
         """A buffer that holds the same tensors. Whichever of the two is written to first takes a copy."""
         self._writable = False
         return copy.copy(self)
@@ -172,6 +183,9 @@ class KVBuffer:
 
     def view(self, last: int | None = None) -> tuple[Tensor, Tensor]:
         """The valid K and V, or the `last` tokens of them, without a copy."""
+        return self._own(last)
+
+    def _own(self, last: int | None = None) -> tuple[Tensor, Tensor]:
         start = self.start if last is None else max(self.start, self.end - last)
         length = self.end - start
         keys, values = self._readable(self._keys), self._readable(self._values)
@@ -199,12 +213,12 @@ class KVBuffer:
 
     def replace(self, keys: Tensor, values: Tensor, limit: int | None = None) -> None:
         """Forget all tokens and take these instead; arguments as for `append`."""
-        start, end = self.start, self.end
+        before = dict(vars(self))
         self.clear()
         try:
             self.append(keys, values, limit)
         except BaseException:  # there was no memory for them, and none was written to
-            self.start, self.end = start, end
+            vars(self).update(before)
             raise
 
     def clear(self) -> None:
@@ -219,17 +233,17 @@ class KVBuffer:
 
     def take_rows(self, index: Tensor) -> None:
         """Make row `i` of the batch what row `index[i]` was. `index` is int64, on the tensors' device."""
-        keys, values = self.view()
+        keys, values = self._own()
         if self.is_recorded(keys, values):
             self.adopt(keys.index_select(0, index), values.index_select(0, index))
             return
         capacity = _aligned_capacity(self.capacity, keys, values)
-        self._install(self._taken(keys, capacity, index), self._taken(values, capacity, index), self.length)
+        self._install(self._taken(keys, capacity, index), self._taken(values, capacity, index), keys.shape[2])
 
     def shrink_to(self, tokens: int) -> None:
         """Give back what a long prompt took, if the capacity is more than twice `tokens`."""
         if self.capacity > 2 * tokens:
-            self._reallocate(max(tokens, self.length), self.tensors[0].device)
+            self._reallocate(max(tokens, self.end - self.start), self.tensors[0].device)
 
     def move_to(self, device: torch.device) -> None:
         """Move the valid part to another device, with the same capacity there."""
@@ -237,7 +251,7 @@ class KVBuffer:
             self._reallocate(self.capacity, device)
 
     def _make_room(self, count: int, limit: int | None) -> None:
-        needed = self.length + count
+        needed = self.end - self.start + count
         if self._writable and needed <= self.capacity and not self._seen_by_graph:
             self._move_to_front()
             return
@@ -251,17 +265,17 @@ class KVBuffer:
         self.growths += is_growth
 
     def _move_to_front(self) -> None:
-        length = self.length
+        length = self.end - self.start
         # Source and target of one copy must not overlap.
-        sources = [valid if self.start >= length else valid.clone() for valid in self.view()]
+        sources = [valid if self.start >= length else valid.clone() for valid in self._own()]
         for tensor, source in zip(self.tensors, sources, strict=True):
             tensor.narrow(2, 0, length).copy_(source)
         self.start, self.end = 0, length
 
     def _reallocate(self, capacity: int, device: torch.device) -> None:
-        keys, values = self.view()
+        keys, values = self._own()
         capacity = _aligned_capacity(capacity, keys, values)
-        self._install(self._copied(keys, capacity, device), self._copied(values, capacity, device), self.length)
+        self._install(self._copied(keys, capacity, device), self._copied(values, capacity, device), keys.shape[2])
 
     def _install(self, keys: Tensor, values: Tensor, end: int) -> None:
         """Take new tensors of our own. Both exist by now: had memory run out for one, nothing would have changed."""

@@ -22,10 +22,10 @@ from ..blocks.staging import Buffer
 from ..blocks.tiers import HOST, TieredPool, in_chunks
 from ..config import CacheOptions, KVQuantizationConfig
 from .blocks import BlockLayer
-from .buffer import KVBuffer
 from .parked import ParkedTail
 from .selection import KeyBounds
 from .sliding_blocks import SlidingBlockLayer
+from .tail import TailBuffer
 
 
 @dataclass
@@ -91,15 +91,15 @@ class OffloadedLayer(BlockLayer):
         super().__init__(options, quantization)
         self.lease.register(self)
 
-    @property
-    def buffer(self) -> KVBuffer:
+    @property  # type: ignore[override]
+    def buffer(self) -> TailBuffer:
         """The tail; it is brought back to the device if it was moved out."""
         if self._parked is not None:
             self._bring_tail_back()
         return self._buffer
 
     @buffer.setter
-    def buffer(self, buffer: KVBuffer) -> None:
+    def buffer(self, buffer: TailBuffer) -> None:
         self._buffer = buffer
 
     @property
@@ -127,7 +127,7 @@ class OffloadedLayer(BlockLayer):
             self._pool = self._new_pool(*self.buffer.tensors)
         assert isinstance(self._pool, TieredPool)
         tail = _bytes(self._buffer.tensors) * self._tail_after_sealing // max(self._buffer.capacity, 1)
-        self._pool.reserved_bytes = tail + _bytes(self._notes())
+        self._pool.reserved_bytes = tail + self._buffer.common_bytes + _bytes(self._notes())
         return self._pool
 
     def _take_geometry(self, key_states: Tensor, value_states: Tensor) -> None:
@@ -152,24 +152,21 @@ class OffloadedLayer(BlockLayer):
         super()._table_changed()
         self._plan: tuple[Any, list[_Piece]] | None = None
 
-    def seal(self) -> None:
-        """Encode the blocks that are due; what does not find room on the device is written below.
+    def _seal_first(self, count: int) -> None:
+        """Encode the first `count` blocks of the tail; what does not find room on the device is written below.
 
         Raises
         ------
         OSError
             If it cannot be written; nothing has changed then.
         """
-        count = self.due_blocks
-        if count == 0:
-            return
         bounds = None
         if self.lease.active_blocks is not None and not self.is_sliding:
-            keys = self.buffer.view()[0][:, :, : count * self.block_size]
+            keys = self.buffer.first(count * self.block_size)[0].expand(self._signatures[0][0], -1, -1, -1)
             bounds = KeyBounds.of(keys, self.block_size)
         self._is_sealing = True
         try:
-            super().seal()
+            super()._seal_first(count)
         finally:
             self._is_sealing = False
         if bounds is not None:
@@ -221,20 +218,21 @@ class OffloadedLayer(BlockLayer):
             If blocks cannot be read back.
         """
         with self.lease.lock:
-            if not self._padding_noted:
-                self._note_padding(mask)
-            tail = Exact(*self.buffer.view())
+            self._note_padding(mask)
+            *common, tail = (Exact(*states) for states in self.buffer.parts())
             if not self._entry_tokens or not can_attend(query, tail, mask, causal, head_sinks):
                 return None
-            hidden = self.sealed_tokens + tail.keys.shape[2] - last
+            hidden = self.sealed_tokens + self.buffer.length - last
             pieces = self._pieces(hidden, self._selected(query, mask))
             self._count(pieces)
             arguments = last, mask, causal, scale, softcap, head_sinks
             output = None
-            if len(pieces) == 1 and pieces[0].is_resident and pieces[0].is_uniform:
+            if len(pieces) == 1 and pieces[0].is_resident and pieces[0].is_uniform and not common:
                 output = attend_to_part(query, self._part(pieces[0], tail, hidden, mask), *arguments)
             if output is None:
-                output = attend_in_parts(query, self._parts(pieces, tail, hidden, mask), *arguments)
+                shared = (Part(states, None, None, self._tail_positions(states, hidden)) for states in common)
+                parts = itertools.chain(shared, self._parts(pieces, tail, hidden, mask))
+                output = attend_in_parts(query, parts, *arguments)
             self.fused_calls += 1
             return output
 
@@ -315,7 +313,7 @@ class OffloadedLayer(BlockLayer):
                 yield self._part(piece, tail if piece.is_uniform else None, hidden, mask)
                 tail_is_left = tail_is_left and not piece.is_uniform
         if tail_is_left:
-            yield Part(tail, None, None, self._tail_positions(tail, hidden))
+            yield Part(tail, None, None, self._tail_positions(tail, hidden, self.buffer.common_tokens))
         if staged:
             yield from self._staged_parts(staged, hidden, mask)
 
@@ -358,15 +356,15 @@ class OffloadedLayer(BlockLayer):
             codecs = pool.key_codec, pool.value_codec
             piece.read_with[id(held_by)] = Sealed(*codecs, *arenas, piece.table, piece.starts)
         positions = None
-        if mask is not None or self._sinks is not None:
+        if mask is not None or self.first_tokens.kept is not None:
             positions = self._positions(piece, hidden)
         sinks = self._sinks_of(piece, positions) if positions is not None else None
         if positions is not None and tail is not None:
-            positions = torch.cat([positions, self._tail_positions(tail, hidden)])
+            positions = torch.cat([positions, self._tail_positions(tail, hidden, self.buffer.common_tokens)])
         return Part(tail, piece.read_with[id(held_by)], sinks, positions)
 
-    def _tail_positions(self, tail: Exact, hidden: int) -> Tensor:
-        begin = self.sealed_tokens - hidden
+    def _tail_positions(self, tail: Exact, hidden: int, before: int = 0) -> Tensor:
+        begin = self.sealed_tokens - hidden + before
         return torch.arange(begin, begin + tail.keys.shape[2], device=tail.keys.device)
 
     def _positions(self, piece: _Piece, hidden: int) -> Tensor:
@@ -388,10 +386,11 @@ class OffloadedLayer(BlockLayer):
 
     def _sinks_of(self, piece: _Piece, positions: Tensor) -> Sinks | None:
         """The sinks at the positions that they have in the piece."""
-        if self._sinks is None:
+        kept = self.first_tokens.kept
+        if kept is None:
             return None
-        if piece.sinks is None or piece.sinks.keys is not self._sinks.keys:
-            before = self._sinks.positions.long()
+        if piece.sinks is None or piece.sinks.keys is not kept.keys:
+            before = kept.positions.long()
             batch = before.shape[0]
             places = torch.arange(positions.shape[-1], device=positions.device).expand(batch, -1)
             where = torch.full((batch, self.sealed_tokens), -1, device=positions.device)
@@ -400,7 +399,7 @@ class OffloadedLayer(BlockLayer):
             inside = (before >= 0) & (before < self.sealed_tokens)
             moved = where.gather(1, before.clamp(0, self.sealed_tokens - 1))
             with torch.inference_mode(False):
-                piece.sinks = Sinks(self._sinks.keys, self._sinks.values, torch.where(inside, moved, -1).int())
+                piece.sinks = Sinks(kept.keys, kept.values, torch.where(inside, moved, -1).int())
         return piece.sinks
 
     def _without_padding(self, where: Tensor, piece: _Piece) -> Tensor:
@@ -417,7 +416,7 @@ class OffloadedLayer(BlockLayer):
         if self._buffer.allocated:
             per_token = int(sum(_bytes([half[:, :, :1]]) for half in self._buffer.tensors))
             tail = per_token * (self._tail_after_sealing if self._is_sealing else self._buffer.capacity)
-        return tail + _bytes(self._notes())
+        return tail + self._buffer.common_bytes + _bytes(self._notes())
 
     @property
     def _tail_after_sealing(self) -> int:
@@ -425,12 +424,10 @@ class OffloadedLayer(BlockLayer):
 
     def tensors_beside_blocks(self) -> list[Tensor]:
         """What is always on the device while the layer is: the tail, sinks and bounds."""
-        return [*(self._buffer.tensors if self._buffer.allocated else ()), *self._notes()]
+        return [*self._buffer.held_tensors, *self._notes()]
 
     def _notes(self) -> list[Tensor]:
-        notes: list[Tensor] = []
-        if self._sinks is not None:
-            notes += [self._sinks.keys, self._sinks.values, self._sinks.positions]
+        notes = self.first_tokens.tensors
         return notes if self._bounds is None else notes + self._bounds.tensors
 
     def held_tensors(self) -> list[Tensor]:
@@ -441,8 +438,9 @@ class OffloadedLayer(BlockLayer):
     @property
     def shared_bytes(self) -> int:
         """Bytes of memory that others may hold too, on all tiers."""
-        tail, pool = self._buffer.valid_bytes if self._buffer.shared else 0, self.tiers
-        return tail + (pool.shared(self._held_blocks()) * pool.bytes_per_slot if pool is not None else 0)
+        pool = self.tiers
+        blocks = pool.shared(self._held_blocks()) * pool.bytes_per_slot if pool is not None else 0
+        return self._buffer.shared_bytes + blocks
 
     def used_by_tier(self) -> dict[str, int]:
         """Bytes of what is valid, by where it is: a device, `"cpu"` or `"disk"`; what is on two counts as the first."""

@@ -37,7 +37,9 @@ class ParkedTail:
         with torch.no_grad():
             states = [half.contiguous() for half in buffer.view()]
         # As large as the buffer, so that the records of all tails of a geometry can stand for each other.
-        size = sum(half[:, :, :1].numel() * half.element_size() for half in buffer.tensors) * buffer.capacity
+        size = sum(half[:, :, :1].numel() * half.element_size() for half in buffer.tensors) * max(
+            buffer.capacity, buffer.length
+        )
         (offset,) = file.reserve(size, 1)
         try:
             file.write(offset, states)

@@ -97,6 +97,11 @@ def load(
 def load_input_ids(path: AnyPath) -> Tensor | None:
     """The token ids that were saved with a cache, int64 `[batch, tokens]`; `None` if there are none.
 
+    Parameters
+    ----------
+    path : str or path-like
+        A file that `save` wrote, or a URL that fsspec knows.
+
     Raises
     ------
     OSError, CacheFileError

@@ -127,6 +127,12 @@ def checked_model(model: Any) -> Any:
         raise TypeError(f"model: expected a transformers model, got {type(model).__name__}")
     if model.config.is_encoder_decoder:
         raise ValueError(f"model: expected a decoder, got {type(model).__name__}, which has an encoder too")
+    adapter = getattr(model, "active_peft_config", None)
+    if getattr(adapter, "is_prompt_learning", False):
+        raise ValueError(
+            f"model: expected adapters that change weights, got {type(adapter).__name__}, whose virtual tokens are "
+            "cached too, though not among the token ids that prefixes are found by"
+        )
     return model
 
 

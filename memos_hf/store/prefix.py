@@ -80,7 +80,7 @@ class PrefixStore:
     Parameters
     ----------
     model : PreTrainedModel
-        A decoder.
+        A decoder, with adapters (PEFT) or without; not with those that are virtual tokens.
     directory : path or URL, optional
         Where caches are kept too, one safetensors file each; a local folder is made if there is none, and a URL is one
         that fsspec knows. Files that the store did not write are left alone.
@@ -202,7 +202,13 @@ class PrefixStore:
         return reuse.generate(self, checked_model(model), input_ids, generate_kwargs)
 
     def clear(self) -> None:
-        """Forget all prefixes, and remove their files, those of other models and processes too; counters stay."""
+        """Forget all prefixes, and remove their files, those of other models and processes too; counters stay.
+
+        Raises
+        ------
+        OSError
+            If a file cannot be removed.
+        """
         with self._index.lock:
             for entry in self._memory.held():
                 self._memory.drop(entry)

@@ -41,7 +41,10 @@ PICKLES = (b"\x80", b"PK\x03\x04")
 
 
 class CacheFileError(ValueError):
-    """A file is no saved cache, is damaged, or is that of another model; the message says what differs."""
+    """A file is no saved cache, is damaged, or is that of another model; the message says what differs.
+
+    Raised by :meth:`~memos_hf.MemOSCache.load` and :func:`~memos_hf.store.load_input_ids` before anything is built.
+    """
 
 
 Group = Callable[[], tuple[dict[str, Any], dict[str, Tensor]]]
