@@ -11,10 +11,8 @@ from smollm2 import HUB_ID, load_model
 from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from memos_hf.arguments import positive_int, usable_device
+from memos_hf.arguments import DTYPES, positive_int, usable_device
 from memos_hf.output import JsonReport, environment
-
-DTYPES = ("float32", "bfloat16", "float16")
 
 
 def parser_for(docstring: str | None) -> argparse.ArgumentParser:

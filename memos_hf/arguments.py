@@ -1,12 +1,44 @@
-"""Types of command-line arguments: what they accept, and what they say where they do not."""
+"""What the commands have in common: types of arguments, what they say of others, and how help looks."""
 
 from __future__ import annotations
 
 import argparse
 import math
 from pathlib import Path
+from typing import Any
 
 import torch
+from accelerate.utils import convert_file_size_to_int
+
+DTYPES = ("float32", "bfloat16", "float16")
+
+
+class _HelpFormatter(argparse.HelpFormatter):
+    """Wraps everything but text that has lines of its own."""
+
+    def _fill_text(self, text: str, width: int, indent: str) -> str:
+        return text if "\n" in text else super()._fill_text(text, width, indent)
+
+
+def add_parser(commands: Any, name: str, *, help: str, description: str, examples: str) -> argparse.ArgumentParser:
+    """The parser of a command, added to the subparsers of a command line; its help ends with `examples`, one a line."""
+    lines = "\n".join(f"  {line}" for line in examples.splitlines())
+    parser: argparse.ArgumentParser = commands.add_parser(
+        name, help=help, description=description, epilog=f"examples:\n{lines}", formatter_class=_HelpFormatter
+    )
+    return parser
+
+
+def add_json_option(parser: argparse.ArgumentParser) -> None:
+    """Add `--json [FILE]`, for :func:`memos_hf.output.write_json`."""
+    parser.add_argument(
+        "--json",
+        type=json_target,
+        nargs="?",
+        const=Path("-"),
+        metavar="FILE",
+        help="write JSON to this file too; without a FILE, print JSON and nothing else",
+    )
 
 
 def positive_int(text: str) -> int:
@@ -27,6 +59,22 @@ def share(text: str) -> float:
 def at_least_zero(text: str) -> float:
     """A finite number of at least 0."""
     return _number(text, 0.0, math.inf, "a finite number of at least 0")
+
+
+def size(text: str) -> int:
+    """Bytes, as a number or in accelerate's units: `"24GiB"` are 24 · 2³⁰, `"24GB"` 24 · 10⁹."""
+    try:
+        count = int(text) if text.isdecimal() else convert_file_size_to_int(text)
+    except ValueError:
+        count = 0
+    if count < 1:
+        raise argparse.ArgumentTypeError(f"expected bytes or a size such as 24GiB, got {text!r}")
+    return count
+
+
+def json_target(text: str) -> Path:
+    """As :func:`output_file`, or `-`: standard output."""
+    return Path(text) if text == "-" else output_file(text)
 
 
 def usable_device(name: str) -> torch.device:

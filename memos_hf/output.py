@@ -74,6 +74,20 @@ def _shown(value: Any) -> str:
     return str(value)
 
 
+def in_one_line(error: BaseException) -> str:
+    """The message of an error, for people at a terminal."""
+    return " ".join(str(error).split())
+
+
+def write_json(target: Path | None, contents: dict[str, Any]) -> bool:
+    """Write what `--json [FILE]` asks for; whether it went to standard output, where nothing else is to go."""
+    if target is not None and str(target) == "-":
+        say(json.dumps(contents, indent=2))
+        return True
+    JsonReport(target, contents)
+    return False
+
+
 class JsonReport:
     """A JSON object that is written anew whenever it has changed, so that a run that is cut off leaves what it has.
 

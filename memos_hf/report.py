@@ -126,7 +126,7 @@ def memory_report(layers: Sequence[Any], lease: Lease | None = None) -> MemoryRe
                 valid[device] += count
             used.update(valid)
             full += layer.full_precision_bytes if isinstance(layer, BufferedLayer) else valid.total()
-            for device, count in _storages(_held_tensors(layer), seen):
+            for device, count in _storages(held_tensors(layer), seen):
                 allocated[device] += count
             if isinstance(layer, BufferedLayer) and layer.is_initialized:
                 shared[str(layer.device)] += layer.shared_bytes
@@ -186,7 +186,7 @@ def _used_bytes(layer: Any) -> Iterator[tuple[str, int]]:
     if isinstance(layer, BufferedLayer):
         yield from layer.used_by_tier().items()
         return
-    tensors: Iterable[Tensor] = _held_tensors(layer)
+    tensors: Iterable[Tensor] = held_tensors(layer)
     length = getattr(layer, "cumulative_length", None)
     if isinstance(length, Tensor) and layer.is_initialized:  # a static layer, valid up to its length
         held = min(int(layer.get_seq_length()), layer.max_cache_len)
@@ -195,7 +195,7 @@ def _used_bytes(layer: Any) -> Iterator[tuple[str, int]]:
         yield str(tensor.device), tensor.numel() * tensor.element_size()
 
 
-def _held_tensors(layer: Any) -> Iterator[Tensor]:
+def held_tensors(layer: Any) -> Iterator[Tensor]:
     """Every tensor of a layer that holds cached data; scalars that count or configure are left out."""
     if isinstance(layer, BufferedLayer):
         yield from layer.held_tensors()

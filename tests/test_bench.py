@@ -48,6 +48,12 @@ def refused(capsys, *arguments):
     return capsys.readouterr().err
 
 
+def test_a_model_that_is_not_there_is_said_in_a_line(monkeypatch):
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    with pytest.raises(SystemExit, match=r"^bench: [^\n]+$"):
+        bench("--model", "no/such/folder")
+
+
 class Clock:
     """A clock that goes on by one second whenever it is looked at."""
 
@@ -225,7 +231,6 @@ def test_caches_take_chunks_and_steps_in_turn():
         (("--shape", "llama-9"), "--shape: expected one of ('llama-3-8b'"),
         (("--shape", "smollm2-135m", "--layers", 31), "--layers: expected 1 to 30 for smollm2-135m, got 31"),
         (("--shape", "smollm2-135m", "--caches", "dynamo"), "--caches: expected some of ('dynamic'"),
-        (("--model", "no/such/folder"), "--model: "),
         (("--suite", "gpu", "--device", "cpu"), "with --quick the same runs at toy sizes"),
         (("--suite", "gpu", "--quick", "--png", "x.png"), "--png: expected without --suite"),
         (("--suite", "gpu", "--layers", 2), "--layers: expected with --shape"),

@@ -10,23 +10,29 @@ from typing import Any
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
 
-from ..arguments import at_least_zero, output_file, positive_int, usable_device
+from ..arguments import DTYPES, add_parser, at_least_zero, output_file, positive_int, usable_device
 from ..contenders import NAMES, available
+from ..output import in_one_line
 from .shapes import SHAPES, random_model, shape_config
 
 SUITES = ("gpu",)
 SUITE_SECONDS = 420.0
-DTYPES = ("float32", "bfloat16", "float16")
+EXAMPLES = """\
+python -m memos_hf bench --model HuggingFaceTB/SmolLM2-135M-Instruct --contexts 1024 4096 --batch-sizes 1 4
+python -m memos_hf bench --shape llama-3-8b --layers 2 --caches static memos memos-int8 --json grid.json
+python -m memos_hf bench --suite gpu --json card.json"""
 
 
 def add_command(commands: Any) -> None:
     """Add `bench` to the subparsers of a command line."""
-    parser = commands.add_parser(
+    parser = add_parser(
+        commands,
         "bench",
         help="time and memory of caches on a model, or the checks of a GPU",
         description="Caches beside DynamicCache on one model: time for the prompt and per token, what the cache adds "
         "to a step (KV tax: over the same step at 16 tokens), bytes held, peak memory of the prompt. All caches take "
         "each chunk of the prompt, and then each step, in turn. The prompt is read once; steps are medians.",
+        examples=EXAMPLES,
     )
     what = parser.add_mutually_exclusive_group(required=True)
     what.add_argument("--model", metavar="ID_OR_FOLDER", help="a causal language model")
@@ -37,10 +43,12 @@ def add_command(commands: Any) -> None:
         help="gpu: the decode kernel's correctness and bandwidth, and decoding with llama-3-8b, also from a cache that "
         "is mostly in host memory, in one short run",
     )
-    parser.add_argument("--layers", type=positive_int, metavar="N", help="of --shape: keep the first N layers")
+    parser.add_argument("--layers", type=positive_int, metavar="N", help="of --shape: keep the first N layers (all)")
     parser.add_argument("--caches", nargs="+", metavar="NAME", help=f"some of {', '.join(NAMES)} (all that run here)")
-    parser.add_argument("--contexts", type=positive_int, nargs="+", default=[1024, 4096], help="tokens (%(default)s)")
-    parser.add_argument("--batch-sizes", type=positive_int, nargs="+", default=[1], help="rows (%(default)s)")
+    parser.add_argument(
+        "--contexts", type=positive_int, nargs="+", metavar="N", default=[1024, 4096], help="tokens (1024 4096)"
+    )
+    parser.add_argument("--batch-sizes", type=positive_int, nargs="+", metavar="N", default=[1], help="rows (1)")
     parser.add_argument("--repeats", type=positive_int, default=20, help="timed steps of each cache (%(default)s)")
     parser.add_argument(
         "--chunk",
@@ -49,11 +57,11 @@ def add_command(commands: Any) -> None:
         help="tokens of a prompt that the model is given at a time; transformers' quantized caches encode all anew "
         "with every chunk (%(default)s)",
     )
-    parser.add_argument("--device", type=usable_device, help="(cuda where there is a GPU, else cpu)")
+    parser.add_argument("--device", type=usable_device, help="such as cuda:1 (cuda where there is a GPU, else cpu)")
     parser.add_argument("--dtype", choices=DTYPES, help="of the model (float32 on a CPU, else bfloat16)")
     parser.add_argument("--json", type=output_file, metavar="FILE", help="write the figures, as soon as they are there")
     parser.add_argument("--png", type=output_file, metavar="FILE", help="draw the figures (needs matplotlib)")
-    parser.add_argument("--seconds", type=at_least_zero, help=f"of --suite: time to spend ({SUITE_SECONDS:.0f})")
+    parser.add_argument("--seconds", type=at_least_zero, help=f"of --suite: seconds to spend ({SUITE_SECONDS:.0f})")
     parser.add_argument("--quick", action="store_true", help="of --suite: toy sizes, on any device")
     parser.set_defaults(run=lambda options: _run(parser, options))
 
@@ -110,7 +118,7 @@ def _config(options: argparse.Namespace, tokens: int) -> PretrainedConfig:
     try:
         config = AutoConfig.from_pretrained(options.model)
     except (OSError, ValueError) as error:
-        raise ValueError(f"model: {error}") from None
+        raise SystemExit(f"bench: {in_one_line(error)}") from None
     positions = getattr(config.get_text_config(), "max_position_embeddings", None)
     if positions is not None and tokens > positions:
         raise ValueError(f"contexts: {tokens} tokens with those of the steps, but the model has {positions} positions")

@@ -26,6 +26,12 @@ RESERVE = 0.2
 STEPS_AT_WORK = 4
 
 
+def memory_key(device: torch.device | None = None) -> int | str:
+    """What accelerate calls a device in `max_memory`; by default the accelerator, or the CPU where there is none."""
+    device = device or torch.accelerator.current_accelerator() or torch.device("cpu")
+    return device.type if device.type in ("cpu", "mps") else device.index or 0
+
+
 # Those that there are, for processes that are forked off.
 _budgets: weakref.WeakSet[MemoryBudget] = weakref.WeakSet()
 
@@ -69,7 +75,7 @@ class MemoryBudget:
 
     def limit(self, device: torch.device) -> int:
         """Bytes of `device` that may be taken."""
-        key: int | str = device.type if device.type in ("cpu", "mps") else device.index or 0
+        key = memory_key(device)
         if key in self.max_memory:
             return self.max_memory[key]
         return self._defaults.get(key, 0)

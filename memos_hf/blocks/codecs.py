@@ -278,6 +278,10 @@ class BlockCodec:
         expected = self.block_size, self.head_dim
         if states.ndim != 4 or tuple(states.shape[2:]) != expected:
             raise ValueError(f"states: expected [n, heads, {expected[0]}, {expected[1]}], got {tuple(states.shape)}")
+        if states.is_meta:  # there is nothing to encode: caches are filled so to count their bytes
+            layout = self.layout(states.shape[1]).items()
+            encoded = {name: states.new_empty((len(states), *shape), dtype=dtype) for name, (shape, dtype) in layout}
+            return encoded, states.new_zeros((), dtype=torch.int64)
         damaged = (~states.isfinite()).any(dim=3).any(dim=1).sum()
         if self.spec.kind == "full":
             return {"codes": states.to(self.dtype)}, damaged

@@ -23,6 +23,11 @@ STAGED_SHARE = 1 / 32
 Place = tuple["HostBlocks | BlockFile", int]
 
 
+def staged_blocks(block_bytes: int, budget: int) -> int:
+    """How many blocks of so many bytes a buffer takes, beside so many bytes for all blocks of a device."""
+    return max(int(min(STAGED_BYTES, budget * STAGED_SHARE)) // block_bytes, 2)
+
+
 class Buffer:
     """Slots for a few blocks, with the arenas' layout: `keys` and `values` by name, `[slots, …]` each."""
 
@@ -88,7 +93,7 @@ class Staging:
         self.device, self._reader = device, reader
         self.lock = threading.RLock()
         block = sum(codec.bytes_per_block(heads) for codec in codecs)
-        self.slots = max(int(min(STAGED_BYTES, budget * STAGED_SHARE)) // block, 2)
+        self.slots = staged_blocks(block, budget)
         self.buffers = [Buffer(codecs, heads, self.slots, device) for _ in range(2)]
         self._free = list(self.buffers)
         self._bounce: Buffer | None = None

@@ -10,43 +10,48 @@ from typing import Any
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from ..arguments import at_least_zero, count, output_file, positive_int, share
+from ..arguments import DTYPES, add_parser, at_least_zero, count, output_file, positive_int, share
 from ..config import PRESETS
 from ..contenders import NAMES, REFERENCE, Room, available
-from ..output import JsonReport, environment, print_rows, say
+from ..output import JsonReport, environment, in_one_line, print_rows, say
 from .generation import long_generation
 from .haystack import DEPTHS, found_by_depth, needle
 from .teacher_forcing import evaluate
 from .text import CHARACTERS_PER_TOKEN, first_ids, read_text
 
 Report = dict[str, list[dict[str, Any]]]
-DTYPES = ("float32", "bfloat16", "float16")
+EXAMPLES = """\
+python -m memos_hf eval --model HuggingFaceTB/SmolLM2-135M-Instruct --text book.txt --caches memos-int8 memos-int4
+python -m memos_hf eval --model Qwen/Qwen3-8B --text Salesforce/wikitext:wikitext-2-raw-v1:test --needle 4000 16000"""
 # Of a chat template, the question and the answer, beside a haystack.
 PROMPT_ROOM = 128
 
 
 def add_command(commands: Any) -> None:
     """Add `eval` to the subparsers of a command line."""
-    parser = commands.add_parser(
+    parser = add_parser(
+        commands,
         "eval",
         help="quality of caches against DynamicCache on a text",
         description="Quality against DynamicCache on a text: teacher-forced perplexity, KL divergence (nats a token) "
         "and top-1 agreement; with --generate the same on generated tokens, and how long free generation stays the "
         "same; with --needle whether a fact in a long context is found.",
+        examples=EXAMPLES,
     )
-    parser.add_argument("--model", required=True, help="hub id or folder")
+    parser.add_argument("--model", metavar="ID_OR_FOLDER", required=True, help="a causal language model")
     parser.add_argument(
         "--text", required=True, help="a file, or a data set on the hub as name[:config[:split]], split train"
     )
+    presets = [f"memos-{preset}" for preset in PRESETS]
     parser.add_argument("--column", default="text", help="of the data set, the text (%(default)s)")
     parser.add_argument(
         "--caches",
         nargs="+",
         metavar="NAME",
-        default=[f"memos-{preset}" for preset in PRESETS],
-        help=f"some of {', '.join(NAMES)} (%(default)s)",
+        default=presets,
+        help=f"some of {', '.join(NAMES)} ({' '.join(presets)})",
     )
-    parser.add_argument("--tokens", type=count, default=2048, help="of the text to read, or 0 (%(default)s)")
+    parser.add_argument("--tokens", type=count, default=2048, help="of the text to read; 0: none (%(default)s)")
     parser.add_argument("--skip", type=count, default=256, help="first positions that are not counted (%(default)s)")
     parser.add_argument("--chunk", type=positive_int, default=64, help="tokens in one call of the model (%(default)s)")
     parser.add_argument(
@@ -55,12 +60,14 @@ def add_command(commands: Any) -> None:
         metavar="CHUNK",
         help="tokens in one call while none of the text counts, where --chunk is 1, say (as --chunk)",
     )
-    parser.add_argument("--generate", type=count, default=0, metavar="TOKENS", help="to generate, such as 500")
+    parser.add_argument("--generate", type=count, default=0, metavar="TOKENS", help="to generate, such as 500 (none)")
     parser.add_argument("--prompt", type=positive_int, default=512, help="tokens of the text before them (%(default)s)")
     parser.add_argument(
         "--temperature", type=at_least_zero, default=0.0, help="of generation; 0 is greedy (%(default)s)"
     )
-    parser.add_argument("--needle", type=positive_int, nargs="+", default=[], metavar="TOKENS", help="of haystacks")
+    parser.add_argument(
+        "--needle", type=positive_int, nargs="+", default=[], metavar="TOKENS", help="of haystacks (none)"
+    )
     parser.add_argument(
         "--depths",
         type=share,
@@ -69,7 +76,7 @@ def add_command(commands: Any) -> None:
         default=list(DEPTHS),
         help=f"of the fact ({' '.join(map(str, DEPTHS))})",
     )
-    parser.add_argument("--device", default=_accelerator(), help="or auto: over all there are (%(default)s)")
+    parser.add_argument("--device", default=_accelerator(), help="such as cuda:1, or auto: all of them (%(default)s)")
     parser.add_argument("--dtype", choices=DTYPES, default="float32", help="of the model (%(default)s)")
     parser.add_argument("--json", type=output_file, metavar="FILE", help="write the figures here")
     parser.set_defaults(run=run)
@@ -80,8 +87,8 @@ def run(options: argparse.Namespace) -> None:
     try:
         measurements = _Measurements(options)
     except (ImportError, OSError, ValueError) as error:
-        raise SystemExit(f"eval: {error}") from None
-    settings = {name: value for name, value in vars(options).items() if name not in ("run", "command", "json")}
+        raise SystemExit(f"eval: {in_one_line(error)}") from None
+    settings = {name: value for name, value in vars(options).items() if name not in ("run", "json")}
     report = JsonReport(options.json, {"options": settings, "environment": environment(measurements.model.device)})
     for wanted, measure in (
         (options.tokens, measurements.read),

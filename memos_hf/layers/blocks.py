@@ -348,10 +348,11 @@ class BlockLayer(BufferedLayer):
 
     def held_tensors(self) -> list[Tensor]:
         """Every tensor that the layer holds."""
-        tensors = list(super().held_tensors())
-        if self._pool is not None:
-            tensors += self._pool.tensors
-        return tensors + self.first_tokens.tensors
+        return self.tensors_beside_blocks() + (self._pool.tensors if self._pool is not None else [])
+
+    def tensors_beside_blocks(self) -> list[Tensor]:
+        """What is held and not in blocks: the tail and the sinks."""
+        return [*super().held_tensors(), *self.first_tokens.tensors]
 
     @property
     def growths(self) -> int:
@@ -365,6 +366,11 @@ class BlockLayer(BufferedLayer):
         if self._pool is not None:
             used += len(self._held_blocks()) * self._pool.bytes_per_slot
         return used + self.first_tokens.used_bytes
+
+    @property
+    def bytes_per_block(self) -> int:
+        """Bytes of one sealed block of one row; 0 before the first is sealed."""
+        return self._pool.bytes_per_slot if self._pool is not None else 0
 
     @property
     def shared_bytes(self) -> int:

@@ -422,7 +422,7 @@ class OffloadedLayer(BlockLayer):
     def _tail_after_sealing(self) -> int:
         return min(self._buffer.capacity, self.residual + 2 * self.block_size)
 
-    def _beside_blocks(self) -> list[Tensor]:
+    def tensors_beside_blocks(self) -> list[Tensor]:
         """What is always on the device while the layer is: the tail, sinks and bounds."""
         return [*self._buffer.held_tensors, *self._notes()]
 
@@ -433,7 +433,7 @@ class OffloadedLayer(BlockLayer):
     def held_tensors(self) -> list[Tensor]:
         """Every tensor that the layer holds, on the device and beside it."""
         pool = self.tiers
-        return self._beside_blocks() + ([*pool.tensors, *pool.host_tensors] if pool is not None else [])
+        return self.tensors_beside_blocks() + ([*pool.tensors, *pool.host_tensors] if pool is not None else [])
 
     @property
     def shared_bytes(self) -> int:

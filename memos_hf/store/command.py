@@ -6,21 +6,24 @@ import argparse
 import json
 from typing import Any
 
-from ..output import print_rows, say
+from ..arguments import add_parser
+from ..output import in_one_line, print_rows, say
 from ..report import format_bytes
 from .description import describe
 
 
 def add_command(commands: Any) -> None:
     """Add `inspect` to the subparsers of a command line."""
-    parser = commands.add_parser(
+    parser = add_parser(
+        commands,
         "inspect",
         help="what is in a saved cache",
         description="What is in a file that MemOSCache.save wrote: layers by kind, tokens, bytes, codecs, options, and "
         "what is known of the model. No tensor is read.",
+        examples="python -m memos_hf inspect rivers.safetensors --json",
     )
     parser.add_argument("file", metavar="FILE", help="a path, or a URL that fsspec knows")
-    parser.add_argument("--json", action="store_true", help="print JSON")
+    parser.add_argument("--json", action="store_true", help="print JSON and nothing else")
     parser.set_defaults(run=run)
 
 
@@ -29,7 +32,7 @@ def run(options: argparse.Namespace) -> None:
     try:
         described = describe(options.file)
     except (ImportError, OSError, ValueError) as error:
-        raise SystemExit(f"inspect: {error}") from None
+        raise SystemExit(f"inspect: {in_one_line(error)}") from None
     if options.json:
         say(json.dumps(described, indent=2))
     else:
