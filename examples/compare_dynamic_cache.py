@@ -49,7 +49,7 @@ def prefilled(model: PreTrainedModel, ids: Tensor, contexts: list[int]) -> Itera
     done = 0
     for context in contexts:
         chunks = ids[:, done:context].split(CHUNK, dim=1)
-        for chunk in tqdm(chunks, desc=f"prefill up to {context:,} tokens", leave=False):
+        for chunk in tqdm(chunks, desc=f"prefill up to {context:,} tokens", leave=False, disable=None):
             decoder.feed(chunk.to(model.device))
         done = context
         yield context, decoder.cache, decoder.next_ids

@@ -23,6 +23,7 @@ RUNNABLE = [
     "save_and_resume",
     "prefix_reuse",
     "samples_from_one_prompt",
+    "seed_claims",
     "smollm2",
 ]
 
@@ -129,6 +130,23 @@ def test_a_prefix_is_found_again_by_the_next_run(tmp_path):
 def test_samples_from_one_prompt_hold_it_once():
     printed = run("samples_from_one_prompt", "--tokens", "400", "--samples", "3", "--new-tokens", "8")
     assert printed.count("greedy rows that equal the row alone: 3 of 3") == 2
+
+
+def test_each_claim_is_measured_and_judged(tmp_path):
+    report = tmp_path / "claims.json"
+    printed = run(
+        "seed_claims",
+        *("--only", "append", "layout", "overlap", "growth", "bytes", "leaks", "--lengths", "512"),
+        *("--rounds", "1", "--requests", "60", "--json", str(report)),
+    )
+    claims = json.loads(report.read_text())["claims"]
+    assert len(claims) == 1 + 2 + 1 + 3 + 1 + 1
+    verdicts = {claim["verdict"] for claim in claims}
+    assert verdicts <= {"holds", "does not hold", "cannot be had here (GPU)"}
+    assert all(claim["measured"] for claim in claims if claim["holds"] is not None)
+    for claim in claims:
+        assert claim["claim"] in printed and claim["why"] in printed
+    assert next(claim for claim in claims if claim["subject"] == "leaks")["holds"]
 
 
 def test_gpu_check_says_when_there_is_no_gpu(monkeypatch):
