@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import argparse
 import copy
-import gc
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass
 from functools import partial
@@ -31,7 +30,7 @@ from transformers import Cache, DynamicCache, LlamaConfig, PreTrainedModel, PreT
 from memos_hf import MemOSCache, OffloadConfig, generate_batch
 from memos_hf.arguments import output_file, positive_int
 from memos_hf.bench.decode import WARMUP, Decoder, decode_in_turn
-from memos_hf.bench.memory import anonymous_bytes, held_bytes
+from memos_hf.bench.memory import anonymous_bytes, held_bytes, live_tensors
 from memos_hf.bench.shapes import random_model
 from memos_hf.bench.timing import interleave, time_call
 from memos_hf.contenders import ONE_SCALE, Room, offloaded
@@ -329,10 +328,10 @@ def leaks(subject: Subject) -> Iterator[Finding]:
 
     for number in range(FIRST_REQUESTS):
         request(number)
-    bytes_before, tensors_before, taken = anonymous_bytes(), _live_tensors(), 0
+    bytes_before, tensors_before, taken = anonymous_bytes(), live_tensors()[0], 0
     for number in range(subject.options.requests):
         request(number)
-    grown, tensors = anonymous_bytes() - bytes_before, _live_tensors() - tensors_before
+    grown, tensors = anonymous_bytes() - bytes_before, live_tensors()[0] - tensors_before
     yield Finding(
         f"no leak over {subject.options.requests:,} requests",
         "flat",
@@ -344,12 +343,6 @@ def leaks(subject: Subject) -> Iterator[Finding]:
 
 def _place(device: torch.device) -> int | str:
     return device.index or 0 if device.type == "cuda" else device.type
-
-
-def _live_tensors() -> int:
-    gc.collect()
-    # By type: `isinstance` asks what some objects stand for, and a few modules answer with a warning.
-    return sum(issubclass(type(item), Tensor) for item in gc.get_objects())
 
 
 def overlap(subject: Subject) -> Iterator[Finding]:
