@@ -10,23 +10,6 @@ import pytest
 from memos_hf.bench.decode import WARMUP
 
 EXAMPLES = Path(__file__).resolve().parent.parent / "examples"
-RUNNABLE = [
-    "generate",
-    "compare_dynamic_cache",
-    "layouts",
-    "growth",
-    "long_context",
-    "conversations",
-    "gpu_check",
-    "batch_dataset",
-    "batch_speed",
-    "save_and_resume",
-    "prefix_reuse",
-    "samples_from_one_prompt",
-    "seed_claims",
-    "smollm2",
-]
-
 pytestmark = pytest.mark.slow
 
 
@@ -152,10 +135,3 @@ def test_each_claim_is_measured_and_judged(tmp_path):
 def test_gpu_check_says_when_there_is_no_gpu(monkeypatch):
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
     assert "GPU" in run("gpu_check")
-
-
-@pytest.mark.parametrize("name", RUNNABLE[:-1])
-def test_every_example_says_how_to_use_it(name):
-    printed = run(name, "--help")
-    assert printed.startswith("usage:")
-    assert f"examples/{name}.py" in printed
