@@ -129,7 +129,7 @@ def cache_or_none(subject: Subject) -> Iterator[Finding]:
             "3 to 5 times",
             f"{uncached / cached:.1f} times",
             uncached / cached >= 3 * (1 - SLACK),
-            "one figure cannot be right: without a cache each token costs as much as the text so far is long",
+            "no single figure can be right: without a cache a token costs as much as the text so far is long",
         )
 
 
