@@ -49,7 +49,7 @@ def prefilled(model: PreTrainedModel, ids: Tensor, contexts: list[int]) -> Itera
     done = 0
     for context in contexts:
         chunks = ids[:, done:context].split(CHUNK, dim=1)
-        for chunk in tqdm(chunks, desc=f"prefill up to {context:,} tokens", leave=False):
+        for chunk in tqdm(chunks, desc=f"prefill up to {context:,} tokens", leave=False, disable=None):
             decoder.feed(chunk.to(model.device))
         done = context
         yield context, decoder.cache, decoder.next_ids
@@ -112,7 +112,11 @@ def parsed_options() -> argparse.Namespace:
         "--contexts", type=positive_int, nargs="+", default=[1024, 8000], help="tokens, beside 16 (%(default)s)"
     )
     parser.add_argument(
-        "--quantization", nargs="+", default=[], choices=["int8", "int4", "int2", "fp8"], help="presets to compare too"
+        "--quantization",
+        nargs="+",
+        default=[],
+        choices=["int8", "int4", "int2", "fp8"],
+        help="presets to compare too (none)",
     )
     parser.add_argument("--rounds", type=positive_int, default=60, help="timed steps of each cache (%(default)s)")
     parser.add_argument("--plot", type=output_file, metavar="FILE.png", help="draw the figures (needs matplotlib)")

@@ -215,9 +215,9 @@ def turns_for(tokenizer: PreTrainedTokenizerBase, options: argparse.Namespace) -
 def parsed_options() -> argparse.Namespace:
     parser = parser_for(__doc__)
     add_model_options(parser)
-    parser.add_argument("--conversations", type=positive_int, default=20, help="how many (%(default)s)")
-    parser.add_argument("--tokens", type=positive_int, default=2000, help="of each one's text (%(default)s)")
-    parser.add_argument("--fit", type=positive_int, default=5, help="conversations that the budget holds (%(default)s)")
+    parser.add_argument("--conversations", type=positive_int, default=8, help="how many (%(default)s)")
+    parser.add_argument("--tokens", type=positive_int, default=1000, help="of each one's text (%(default)s)")
+    parser.add_argument("--fit", type=positive_int, default=2, help="conversations that the budget holds (%(default)s)")
     parser.add_argument("--turns", type=positive_int, default=2, help="questions to each (%(default)s)")
     parser.add_argument("--new-tokens", type=positive_int, default=4, help="of each answer (%(default)s)")
     parser.add_argument("--seed", type=count, default=0, help="of the order (%(default)s)")

@@ -51,7 +51,9 @@ def encode(tokenizer: PreTrainedTokenizerBase, prompt: str) -> dict[str, Any]:
 def main() -> None:
     parser = parser_for(__doc__)
     add_model_options(parser)
-    parser.add_argument("--prompt", default="Why is the sky blue? Answer in three sentences.", help="what to ask")
+    parser.add_argument(
+        "--prompt", default="Why is the sky blue? Answer in three sentences.", help="what to ask (%(default)s)"
+    )
     parser.add_argument("--max-new-tokens", type=positive_int, default=200, help="length of the answer (%(default)s)")
     options = parser.parse_args()
 

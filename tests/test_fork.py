@@ -261,6 +261,13 @@ def test_the_last_release_frees_at_once_and_use_after_it_is_an_error(storage, tm
         cache.release()
 
 
+def test_a_released_cache_of_a_hybrid_model_says_so_before_its_first_layer():
+    cache = filled(qwen3_next(), 9)
+    cache.release()
+    with pytest.raises(RuntimeError, match="the cache was released"):
+        forward(qwen3_next(), token_ids(2, 1), cache)
+
+
 def test_a_with_statement_releases(storage):
     with filled(llama(), 30, **storage) as cache:
         assert cache.get_seq_length() == 30
