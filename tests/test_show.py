@@ -218,8 +218,8 @@ def test_the_plot_of_counters_has_their_shares():
     plt = pytest.importorskip("matplotlib.pyplot")
     plt.switch_backend("agg")
     axes = CacheStats(hits=30, misses=90, fused_calls=5, growths=2).plot()
-    assert sorted(bar.get_width() for bars in axes.containers for bar in bars) == [0.25, 0.75, 1]
-    assert {text.get_text() for text in axes.texts} == {"30 on the device", "90 below it", "5 in place"}
+    assert sorted(bar.get_width() for bars in axes.containers for bar in bars) == [0, 0.25, 0.75, 1]
+    assert {text.get_text() for text in axes.texts} == {"30 on the device", "90 below it", "5 in place", "0 decoding"}
     assert axes.get_title().startswith("2 growths")
     own = plt.subplots()[1]
     assert CacheStats().plot(own) is own

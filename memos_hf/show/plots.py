@@ -46,13 +46,12 @@ def plot_stats(stats: CacheStats, ax: Axes | None = None) -> Axes:
         "attention calls": (("in place", stats.fused_calls), ("decoding", stats.materialised_calls)),
         "blocks read": (("on the device", stats.hits), ("below it", stats.misses)),
     }
-    for place, parts in enumerate(rows.values()):
-        whole, left = sum(count for _, count in parts), 0.0
-        for (label, count), colour in zip(parts, PALETTE, strict=False):
-            if count:
-                ax.barh(place, count / whole, left=left, color=colour)
-                ax.text(left + count / whole / 2, place, f"{count:,} {label}", ha="center", va="center")
-                left += count / whole
+    for place, ((first, count), (second, rest)) in enumerate(rows.values()):
+        if count + rest:
+            share = count / (count + rest)
+            ax.barh([place, place], [share, 1 - share], left=[0, share], color=PALETTE[:2])
+            ax.text(0.01, place, f"{count:,} {first}", ha="left", va="center")
+            ax.text(0.99, place, f"{rest:,} {second}", ha="right", va="center")
     others = f"{stats.growths:,} growths, {stats.seals:,} blocks sealed, {stats.evictions:,} evicted"
     ax.set(xlim=(0, 1), ylim=(-0.5, 1.5), xlabel="share", title=f"{others}, {format_bytes(stats.bytes_moved)} moved")
     ax.set_yticks(range(len(rows)), list(rows))
