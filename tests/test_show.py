@@ -252,3 +252,11 @@ def test_an_offloaded_layer_says_which_blocks_its_newest_call_chose():
     with torch.no_grad():
         forward(llama(), token_ids(1, 100), cache)
     assert [layer.last_selected for layer in cache.layers] == [None] * 3, "prompts read all"
+
+
+def test_a_device_has_one_colour_in_all_bars():
+    devices = {"cuda:0": DeviceMemory(2, 2, 0), "cpu": DeviceMemory(1, 1, 0)}
+    layer = LayerMemory("BlockLayer", {"cpu": 1, "cuda:0": 2}, 0, 3)
+    page = Shown(MemoryReport(3, 3, 0, 3, devices, (layer,))._repr_html_())
+    orange = [style for style in page.styles if "#e08e3c" in style]
+    assert len(orange) == 2 and "width:33.33%" in orange[0] and "height:33.33%" in orange[1]

@@ -36,12 +36,12 @@ def cache_html(name: str, facts: Sequence[str], memory: MemoryReport, stats: Cac
     stats : CacheStats
     """
     title = _tag(f"<b>{escape(name)}</b> {escape(' · '.join(facts))}", "margin-bottom:.3em")
-    return _tag(title + _devices(memory) + _layers(memory.by_layer) + _counters(stats), CARD)
+    return _tag(title + _devices(memory) + _layers(memory) + _counters(stats), CARD)
 
 
 def memory_html(memory: MemoryReport) -> str:
     """Bytes by device and by layer, as bars."""
-    return _tag(_devices(memory) + _layers(memory.by_layer), CARD)
+    return _tag(_devices(memory) + _layers(memory), CARD)
 
 
 def stats_html(stats: CacheStats) -> str:
@@ -54,7 +54,7 @@ def _devices(memory: MemoryReport) -> str:
     if not memory.by_device:
         return _tag("no bytes held yet", FAINT)
     most = max(memory.full_precision_bytes, *(max(m.used_bytes, m.allocated_bytes) for m in memory.by_device.values()))
-    rows, colours = [], device_colours(memory.by_device)
+    rows, colours = [], device_colours(memory)
     for device, held in memory.by_device.items():
         shared = min(held.shared_bytes, held.used_bytes)
         fill = f"background:{colours[device]}"
@@ -69,12 +69,12 @@ def _devices(memory: MemoryReport) -> str:
     return _rows([*rows, ("full precision", _segment(memory.full_precision_bytes, most, outline), full)])
 
 
-def _layers(layers: Sequence[LayerMemory]) -> str:
+def _layers(memory: MemoryReport) -> str:
     """A column for each layer, by device from below and hatched where shared; equal neighbours are one wide column."""
+    layers, colours = memory.by_layer, device_colours(memory)
     most = max((layer.used_bytes for layer in layers), default=0)
     if most == 0:
         return ""
-    colours = device_colours(device for layer in layers for device in layer.used_by_device)
     first, columns = 0, []
     for layer, equal in groupby(layers):
         count = len(list(equal))
@@ -94,9 +94,8 @@ def _column(layer: LayerMemory, first: int, count: int, most: int, colours: dict
         if used
     ]
     if layer.shared_bytes:
-        parts.append(
-            _tag("", f"{HATCH};position:absolute;bottom:0;width:100%;height:{_percent(layer.shared_bytes, most)}")
-        )
+        height = f"height:{_percent(layer.shared_bytes, most)}"
+        parts.append(_tag("", f"{HATCH};position:absolute;bottom:0;width:100%;{height}"))
     which = f"layer {first}" if count == 1 else f"layers {first} to {first + count - 1}, each"
     where = ", ".join(f"{device} {format_bytes(used)}" for device, used in layer.used_by_device.items())
     shared = f", {format_bytes(layer.shared_bytes)} shared" if layer.shared_bytes else ""
@@ -130,13 +129,10 @@ def _counters(stats: CacheStats) -> str:
 
 def _share(name: str, first: tuple[str, int], second: tuple[str, int]) -> tuple[str, str, str]:
     """A row whose bar shows which part of two counts the first is."""
-    whole = first[1] + second[1]
-    bar = _segment(first[1], whole, f"background:{PALETTE[0]}") + _segment(second[1], whole, f"background:{PALETTE[1]}")
-    return (
-        name,
-        bar,
-        f"{first[1]:,} {first[0]}, {second[1]:,} {second[0]} ({first[1] / whole:.0%} / {second[1] / whole:.0%})",
-    )
+    (one, count), (other, rest) = first, second
+    whole = count + rest
+    bar = _segment(count, whole, f"background:{PALETTE[0]}") + _segment(rest, whole, f"background:{PALETTE[1]}")
+    return name, bar, f"{count:,} {one}, {rest:,} {other} ({count / whole:.0%} / {rest / whole:.0%})"
 
 
 def _rows(rows: Sequence[tuple[str, str, str]], style: str = "") -> str:

@@ -18,9 +18,8 @@ def plot_memory(memory: MemoryReport, ax: Axes | None = None) -> Axes:
     ax = ax if ax is not None else _new_axes((7, 3))
     layers = memory.by_layer
     places = range(len(layers))
-    colours = device_colours([*memory.by_device, *(device for layer in layers for device in layer.used_by_device)])
     below = [0.0] * len(layers)
-    for device, colour in colours.items():
+    for device, colour in device_colours(memory).items():
         used = [layer.used_by_device.get(device, 0) / MIB for layer in layers]
         if any(used):
             ax.bar(places, used, bottom=below, color=colour, label=device)
@@ -32,7 +31,7 @@ def plot_memory(memory: MemoryReport, ax: Axes | None = None) -> Axes:
     if layers:
         edges = [place - 0.5 for place in range(len(layers) + 1)]
         ax.stairs(full, edges, color="gray", linestyle="--", label="full precision")
-        ax.legend()
+        ax.legend(loc="upper left", bbox_to_anchor=(1, 1))  # beside the columns, which fill the axes
     ax.locator_params(axis="x", integer=True)
     held = f"{format_bytes(memory.used_bytes)} of {format_bytes(memory.allocated_bytes)} used"
     ax.set(xlabel="layer", ylabel="MiB valid", title=f"{held}, {memory.ratio:.3f} of full precision")
