@@ -40,6 +40,7 @@ def test_notebook_is_committed_executed_and_small(path):
 def test_notebook_runs_and_shows_what_is_committed(path, monkeypatch):
     pytest.importorskip("matplotlib", reason="notebooks draw with the extra `plots`")
     monkeypatch.setenv("MEMOS_HF_QUICK_NOTEBOOKS", "1")
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")  # as in conftest.py: two test processes are not to fight over the cores
     notebook = nbformat.read(path, as_version=4)
     committed = kinds(notebook), verdicts(notebook)
     nbclient.NotebookClient(
