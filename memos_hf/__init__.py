@@ -6,7 +6,7 @@ from .batching import generate_batch
 from .blocks.budget import MemoryBudget
 from .cache import MemOSCache
 from .config import CacheOptions, KVQuantizationConfig, OffloadConfig
-from .report import CacheStats, DeviceMemory, MemoryReport
+from .report import CacheStats, DeviceMemory, LayerMemory, MemoryReport
 from .store import CacheFileError
 from .store.prefix import PrefixStore, PrefixStoreStats
 
@@ -21,6 +21,7 @@ __all__ = [
     "CacheStats",
     "DeviceMemory",
     "KVQuantizationConfig",
+    "LayerMemory",
     "MemOSCache",
     "MemoryBudget",
     "MemoryReport",

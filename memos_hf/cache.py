@@ -33,6 +33,7 @@ from .layers.static import StaticRoom, prepare_static
 from .layers.upstream import UpstreamLayer, adapted
 from .placement import expected_states
 from .report import CacheStats, MemoryReport, cache_stats, format_bytes, memory_report
+from .show.html import cache_html
 from .store import file as store_file
 from .store.fingerprint import Fingerprint
 from .store.places import AnyPath
@@ -700,6 +701,23 @@ class MemOSCache(DynamicCache):  # type: ignore[misc]
             f"{type(self).__name__}({kinds or 'no layers yet'}; {self._tokens()} tokens, "
             f"{format_bytes(memory.used_bytes)} of {format_bytes(memory.allocated_bytes)} used)"
         )
+
+    def _repr_html_(self) -> str:
+        facts = [self._length(), self.options.mode]
+        if self._owners == 0:
+            facts.append("released")
+        if self._torn is not None:
+            facts.append(f"torn, to be reset: {self._torn}")
+        return cache_html(type(self).__name__, facts, self.memory(), self.stats)
+
+    def _length(self) -> str:
+        """Valid tokens, and how many fit where the buffers are contiguous and so have one capacity."""
+        idx = self._first_attention_layer
+        layer = None if idx is None else self.layers[idx]
+        if isinstance(layer, (ContiguousLayer, StaticLayer)) and layer.is_initialized and not layer.is_sliding:
+            capacity = layer.buffer.capacity if isinstance(layer, ContiguousLayer) else layer.max_cache_len
+            return f"{self._tokens()} of {capacity} tokens"
+        return f"{self._tokens()} tokens"
 
     @property
     def _first_attention_layer(self) -> int | None:

@@ -130,6 +130,16 @@ class KVQuantizationConfig:
             )
         return PRESETS[quantization]
 
+    @property
+    def name(self) -> str:
+        """The preset that it is, or in a few words what it is."""
+        for name, preset in PRESETS.items():
+            if preset == self:
+                return name
+        keys, values = KINDS[self.key_bits], KINDS[self.value_bits]
+        rotated = f", {self.rotation}" if self.rotation else ""
+        return f"keys {keys} by {self.key_axis}, values {values} by {self.value_axis}{rotated}"
+
     def residual_window(self, block_size: int) -> int:
         """`residual_tokens` rounded up to whole blocks of `block_size` tokens."""
         return -(-self.residual_tokens // block_size) * block_size
@@ -200,11 +210,15 @@ class OffloadConfig:
             raise ValueError(f"policy: expected one of {tuple(POLICIES)} or None, got {self.policy!r}")
         _check_positive_int("active_blocks", self.active_blocks)
 
+    @property
+    def chosen_policy(self) -> PolicyName:
+        """The policy that was asked for, or the one that suits the attention."""
+        return self.policy or ("pin" if self.active_blocks is None else "lru")
+
     def lease(self) -> Lease:
         """A part in the budget, for one cache."""
         budget = self.max_memory if isinstance(self.max_memory, MemoryBudget) else MemoryBudget(self.max_memory)
-        policy: PolicyName = "pin" if self.active_blocks is None else "lru"
-        return Lease(budget, self.offload_folder, self.policy or policy, self.active_blocks)
+        return Lease(budget, self.offload_folder, self.chosen_policy, self.active_blocks)
 
 
 @dataclass(frozen=True)
@@ -297,6 +311,18 @@ class CacheOptions:
         if self.quantization is None or layer_idx in self.quantization.skip_layers:
             return UNENCODED if self.offload is not None else None
         return self.quantization
+
+    @property
+    def mode(self) -> str:
+        """How tokens are kept, in a few words, such as `"int8, offloaded (pin)"`."""
+        words = ["static"] if self.static else []
+        words += ["seq_major"] if self.layout == "seq_major" else []
+        words.append(self.quantization.name if self.quantization is not None else "full precision")
+        if self.offload is not None:
+            active = self.offload.active_blocks
+            reads = f", {active} active blocks of {self.block_size} tokens" if active is not None else ""
+            words.append(f"offloaded ({self.offload.chosen_policy}{reads})")
+        return ", ".join(words)
 
     @property
     def first_capacity(self) -> int:

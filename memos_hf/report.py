@@ -5,14 +5,17 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import nullcontext
-from dataclasses import dataclass, field
-from typing import Any
+from dataclasses import dataclass, field, fields
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
 from .blocks.budget import Lease
 from .layers import BlockLayer, BufferedLayer, OffloadedLayer
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
 
 
 @dataclass(frozen=True)
@@ -36,8 +39,35 @@ class DeviceMemory:
 
 
 @dataclass(frozen=True)
+class LayerMemory:
+    """Bytes of what is valid in one layer.
+
+    Attributes
+    ----------
+    kind : str
+        Name of the layer's class.
+    used_by_device : dict[str, int]
+        By where it is, in the words of :class:`MemoryReport`.
+    shared_bytes : int
+        As in :class:`DeviceMemory`.
+    full_precision_bytes : int
+        What the same tokens take without any encoding.
+    """
+
+    kind: str
+    used_by_device: dict[str, int] = field(default_factory=dict)
+    shared_bytes: int = 0
+    full_precision_bytes: int = 0
+
+    @property
+    def used_bytes(self) -> int:
+        """Bytes of what is valid, wherever it is."""
+        return sum(self.used_by_device.values())
+
+
+@dataclass(frozen=True, repr=False)
 class MemoryReport:
-    """Bytes a cache holds; `print` shows a table.
+    """Bytes a cache holds; `print` shows a table, a notebook bars, `plot` draws its layers.
 
     Attributes
     ----------
@@ -50,6 +80,8 @@ class MemoryReport:
     by_device : dict[str, DeviceMemory]
         The same by device: `"cpu"`, `"cuda:0"`, …, and `"disk"`. A block that is on a device and below it too counts as
         used on the device.
+    by_layer : tuple of LayerMemory
+        What is valid, and shared, by layer.
     """
 
     used_bytes: int
@@ -57,6 +89,7 @@ class MemoryReport:
     shared_bytes: int
     full_precision_bytes: int
     by_device: dict[str, DeviceMemory] = field(default_factory=dict)
+    by_layer: tuple[LayerMemory, ...] = ()
 
     @property
     def ratio(self) -> float:
@@ -72,10 +105,40 @@ class MemoryReport:
         lines = ["".join(cell.rjust(12) if i else cell.ljust(10) for i, cell in enumerate(row)) for row in rows]
         return "\n".join([*lines, f"{self.ratio:.3f} of full precision ({format_bytes(self.full_precision_bytes)})"])
 
+    def __repr__(self) -> str:
+        tiers = self.by_device.items() if len(self.by_device) > 1 else ()
+        devices = "".join(f", {device} {format_bytes(memory.used_bytes)}" for device, memory in tiers)
+        return (
+            f"MemoryReport({format_bytes(self.used_bytes)} of {format_bytes(self.allocated_bytes)} used{devices}, "
+            f"{format_bytes(self.shared_bytes)} shared, {self.ratio:.3f} of full precision)"
+        )
 
-@dataclass(frozen=True)
+    def _repr_html_(self) -> str:
+        from .show.html import memory_html  # what draws a report imports it
+
+        return memory_html(self)
+
+    def plot(self, ax: Axes | None = None) -> Axes:
+        """Draw the bytes of each layer by device, the shared ones hatched, and what full precision would take.
+
+        Parameters
+        ----------
+        ax : matplotlib Axes, optional
+            Where to draw; by default in a new figure of pyplot.
+
+        Raises
+        ------
+        ImportError
+            If matplotlib is not installed; it says which extra has it.
+        """
+        from .show.plots import plot_memory
+
+        return plot_memory(self, ax)
+
+
+@dataclass(frozen=True, repr=False)
 class CacheStats:
-    """Counters of a cache, as they were when asked for.
+    """Counters of a cache, as they were when asked for; its line of text leaves out those at 0.
 
     Attributes
     ----------
@@ -108,6 +171,32 @@ class CacheStats:
     evictions: int = 0
     bytes_moved: int = 0
 
+    def __repr__(self) -> str:
+        names = [each.name for each in fields(self) if each.name != "growths_by_device"]
+        return f"CacheStats({', '.join(f'{name}={getattr(self, name)}' for name in names if getattr(self, name))})"
+
+    def _repr_html_(self) -> str:
+        from .show.html import stats_html
+
+        return stats_html(self)
+
+    def plot(self, ax: Axes | None = None) -> Axes:
+        """Draw which part of the blocks were read on the device, and of the attention calls in place.
+
+        Parameters
+        ----------
+        ax : matplotlib Axes, optional
+            Where to draw; by default in a new figure of pyplot.
+
+        Raises
+        ------
+        ImportError
+            If matplotlib is not installed; it says which extra has it.
+        """
+        from .show.plots import plot_stats
+
+        return plot_stats(self, ax)
+
 
 def memory_report(layers: Sequence[Any], lease: Lease | None = None) -> MemoryReport:
     """Add up what `layers`, of ours or of transformers, hold; a storage that several hold counts once.
@@ -118,18 +207,16 @@ def memory_report(layers: Sequence[Any], lease: Lease | None = None) -> MemoryRe
     allocated: Counter[str] = Counter()
     shared: Counter[str] = Counter()
     seen: set[tuple[str, int]] = set()
-    full = 0
+    by_layer: list[LayerMemory] = []
     with lease.lock if lease is not None else nullcontext():
         for layer in layers:
-            valid: Counter[str] = Counter()
-            for device, count in _used_bytes(layer):
-                valid[device] += count
-            used.update(valid)
-            full += layer.full_precision_bytes if isinstance(layer, BufferedLayer) else valid.total()
+            memory = _layer_memory(layer)
+            by_layer.append(memory)
+            used.update(memory.used_by_device)
             for device, count in _storages(held_tensors(layer), seen):
                 allocated[device] += count
-            if isinstance(layer, BufferedLayer) and layer.is_initialized:
-                shared[str(layer.device)] += layer.shared_bytes
+            if memory.shared_bytes:
+                shared[str(layer.device)] += memory.shared_bytes
         if lease is not None:
             for device, count in _storages(lease.budget.staging_tensors(), seen):
                 allocated[device] += count
@@ -137,7 +224,19 @@ def memory_report(layers: Sequence[Any], lease: Lease | None = None) -> MemoryRe
                 allocated["disk"] = lease.file.allocated_bytes
     shared = shared & allocated  # tensors that were handed over to several layers are held once
     by_device = {device: DeviceMemory(used[device], allocated[device], shared[device]) for device in allocated | used}
-    return MemoryReport(used.total(), allocated.total(), shared.total(), full, by_device)
+    full = sum(memory.full_precision_bytes for memory in by_layer)
+    return MemoryReport(used.total(), allocated.total(), shared.total(), full, by_device, tuple(by_layer))
+
+
+def _layer_memory(layer: Any) -> LayerMemory:
+    valid: Counter[str] = Counter()
+    for device, count in _used_bytes(layer):
+        valid[device] += count
+    kind = type(layer).__name__
+    if not isinstance(layer, BufferedLayer):
+        return LayerMemory(kind, dict(valid), 0, valid.total())
+    shared = layer.shared_bytes if layer.is_initialized else 0
+    return LayerMemory(kind, dict(valid), shared, layer.full_precision_bytes)
 
 
 def _storages(tensors: Iterable[Tensor], seen: set[tuple[str, int]]) -> Iterator[tuple[str, int]]:

@@ -223,12 +223,17 @@ def test_twenty_rounds_of_generation_leave_no_bytes_behind(storage):
 
 @pytest.mark.parametrize("quantization", [None, "int8"])
 def test_looking_at_a_cache_changes_nothing(quantization):
+    looks = (repr, MemOSCache._repr_html_, MemOSCache.memory, lambda cache: cache.stats)
     cache = MemOSCache(llama().config, quantization=quantization)
+    for look in looks:
+        look(cache)
     generate(llama(), token_ids(1, 300), cache, 4)
     held = [tensor.data_ptr() for layer in cache.layers for tensor in layer.held_tensors()]
+    before = cache.memory(), cache.stats
     with torch.enable_grad():
-        for look in (repr, MemOSCache.memory, lambda cache: cache.stats):
+        for look in looks:
             look(cache)
+    assert (cache.memory(), cache.stats) == before
     assert cache.memory().shared_bytes == 0
     cache.crop(-1)
     with torch.no_grad():

@@ -169,7 +169,7 @@ def test_everything_moves_out_and_comes_back_when_asked():
     assert cache.get_seq_length() == 64
     assert set(cache.memory().by_device) == {"disk"} or cache.memory().by_device["cpu"].used_bytes == 0
     assert cache.memory().used_bytes == on_device
-    repr(cache)
+    assert repr(cache) and "disk" in cache._repr_html_()
     assert cache.options.lease.held(torch.device("cpu")) == 0  # looking does not bring it back
     cache.prefetch_all()
     assert cache.memory().by_device["cpu"].used_bytes == on_device

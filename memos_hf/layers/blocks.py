@@ -357,7 +357,11 @@ class BlockLayer(BufferedLayer):
     @property
     def growths(self) -> int:
         """Times that the tail or the arenas grew."""
-        return super().growths + self._past_growths + (self._pool.growths if self._pool is not None else 0)
+        return super().growths + self._arena_growths
+
+    @property
+    def _arena_growths(self) -> int:
+        return self._past_growths + (self._pool.growths if self._pool is not None else 0)
 
     @property
     def used_bytes(self) -> int:

@@ -136,6 +136,11 @@ class OffloadedLayer(BlockLayer):
         if before is not None and self._pool is None:
             self._past_counts = self.tier_counts(before)
 
+    @property
+    def growths(self) -> int:
+        """Times that the tail, wherever it is, or the arenas grew."""
+        return self._buffer.growths + self._arena_growths
+
     def tier_counts(self, pool: TieredPool | None = None) -> list[int]:
         """Hits, misses, evictions and bytes moved, since the layer was made."""
         pool = pool if pool is not None else self.tiers
@@ -147,6 +152,8 @@ class OffloadedLayer(BlockLayer):
     def _forget_blocks(self) -> None:
         super()._forget_blocks()
         self._bounds: KeyBounds | None = None
+        # Of each row, which of its blocks the newest attention call chose to read; `None`: it had to read all.
+        self.last_selected: list[list[int]] | None = None
 
     def _table_changed(self) -> None:
         super()._table_changed()
@@ -218,12 +225,14 @@ class OffloadedLayer(BlockLayer):
             If blocks cannot be read back.
         """
         with self.lease.lock:
+            self.last_selected = None
             self._note_padding(mask)
             *common, tail = (Exact(*states) for states in self.buffer.parts())
             if not self._entry_tokens or not can_attend(query, tail, mask, causal, head_sinks):
                 return None
             hidden = self.sealed_tokens + self.buffer.length - last
-            pieces = self._pieces(hidden, self._selected(query, mask))
+            self.last_selected = self._selected(query, mask)
+            pieces = self._pieces(hidden, self.last_selected)
             self._count(pieces)
             arguments = last, mask, causal, scale, softcap, head_sinks
             output = None
