@@ -13,17 +13,9 @@ from weakref import WeakMethod
 import torch
 from torch import Tensor
 from transformers import PretrainedConfig, PreTrainedModel
-from transformers.cache_utils import (
-    DYNAMIC_LAYER_TYPE_MAPPING,
-    STATIC_LAYER_TYPE_MAPPING,
-    CacheLayerMixin,
-    DynamicCache,
-    LinearAttentionCacheLayerMixin,
-    StaticLayer,
-    get_layer_types_and_kwargs,
-)
-from transformers.utils.generic import is_flash_attention_requested
+from transformers.cache_utils import CacheLayerMixin, DynamicCache, LinearAttentionCacheLayerMixin, StaticLayer
 
+from . import model_config
 from .blocks.budget import Lease
 from .config import CacheOptions, KVQuantizationConfig, Layout, OffloadConfig, Preset, refuse_combinations
 from .layers import BlockLayer, BufferedLayer, ContiguousLayer, OffloadedLayer, convert
@@ -128,12 +120,12 @@ class MemOSCache(DynamicCache):  # type: ignore[misc]
             block_size=block_size,
             fused_attention=fused_attention,
             static=static,
-            attention=_attention_of(config) if config is not None else None,
+            attention=model_config.attention_of(config) if config is not None else None,
         )
         _check_use(self.options, config, data, offloading)
         if offload is not None:
             self.options = replace(self.options, lease=offload.lease())
-        layers = _layers_for(config, self.options) if config is not None else []
+        layers = model_config.layers_for(config, self.options) if config is not None else []
         # The parent's constructor with a list of layers, which is what `DynamicCache` itself ends in.
         super(DynamicCache, self).__init__(
             layers=layers, offloading=offloading, offload_only_non_sliding=offload_only_non_sliding
@@ -148,7 +140,7 @@ class MemOSCache(DynamicCache):  # type: ignore[misc]
         self._torn: BaseException | None = None  # why layers differ in length
         # What is known of the model whose keys and values these are; goes into files.
         self.fingerprint = Fingerprint() if config is None else Fingerprint.of_config(config)
-        self._shares_layers = config is not None and _shares_layers(config)
+        self._shares_layers = config is not None and model_config.shares_layers(config)
         self._static_room = StaticRoom(max_cache_len) if static and max_cache_len is not None else None
         with self._exclusive():
             for layer_idx, states in enumerate(data or ()):
@@ -798,51 +790,7 @@ def _check_use(options: CacheOptions, config: PretrainedConfig | None, data: Any
         offload=options.offload is not None,
         offloading=offloading,
         per_layer_data=data is not None,
-        flash_attention=config is not None and _asks_for_flash(config),
+        flash_attention=config is not None and model_config.asks_for_flash(config),
     )
     if offloading and torch.accelerator.current_accelerator() is None:
         raise RuntimeError("offloading=True: moves layers between host memory and an accelerator, and there is none")
-
-
-def _attention_of(config: PretrainedConfig) -> str | None:
-    name: str | None = getattr(config.get_text_config(decoder=True), "_attn_implementation", None)
-    return name
-
-
-def _shares_layers(config: PretrainedConfig) -> bool:
-    """Whether layers of the model read the keys and values of other layers."""
-    text_config = config.get_text_config(decoder=True)
-    return bool(getattr(text_config, "kv_sharing_modes", None) or getattr(text_config, "num_kv_shared_layers", None))
-
-
-def _asks_for_flash(config: PretrainedConfig) -> bool:
-    """Whether the model of this config runs some flash attention."""
-    return getattr(config, "_attn_implementation", None) is not None and bool(is_flash_attention_requested(config))
-
-
-def _layers_for(config: PretrainedConfig, options: CacheOptions) -> list[Any]:
-    """One layer for each layer of the model, as transformers would choose, ours where it is full or sliding."""
-    text_config = config.get_text_config(decoder=True)
-    layer_types, layer_kwargs = get_layer_types_and_kwargs(text_config)
-    if isinstance(layer_kwargs, dict):  # one dict for all layers before transformers 5.19
-        layer_kwargs = [layer_kwargs] * len(layer_types)
-    skipped = options.quantization.skip_layers if options.quantization is not None else ()
-    if any(layer_idx >= len(layer_types) for layer_idx in skipped):
-        raise ValueError(f"skip_layers: expected indices below the {len(layer_types)} layers there are, got {skipped}")
-    if options.static:
-        return [
-            STATIC_LAYER_TYPE_MAPPING[layer_type](max_cache_len=options.max_cache_len, **kwargs)
-            for layer_type, kwargs in zip(layer_types, layer_kwargs, strict=True)
-        ]
-    # Layers of a decoder that attend to an image (Mllama) hold its tokens, not those that the ceiling counts.
-    cross_attention = getattr(text_config, "cross_attention_layers", None) or ()
-    unlimited = replace(options, max_cache_len=None)
-    return [
-        convert.replacement_for(
-            DYNAMIC_LAYER_TYPE_MAPPING[layer_type],
-            unlimited if layer_idx in cross_attention else options,
-            layer_idx,
-            kwargs,
-        )
-        for layer_idx, (layer_type, kwargs) in enumerate(zip(layer_types, layer_kwargs, strict=True))
-    ]
