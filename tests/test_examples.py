@@ -27,7 +27,7 @@ def test_generate_answers_and_reports_speed_and_memory():
     assert "Paris" in printed
     assert "tokens per second" in printed
     assert "allocated" in printed
-    assert "growths" in printed
+    assert "CacheStats(" in printed
 
 
 def test_compare_dynamic_cache_prints_a_table_and_writes_figures(tmp_path):

@@ -89,11 +89,11 @@ def assert_goes_on_alike(model: Any, cache: MemOSCache, path: Path, rows: int = 
     assert loaded.get_seq_length() == cache.get_seq_length()
     assert loaded.is_initialized
     assert_same_state(loaded, cache)
-    # Parts are added up that may differ: of what is on the device, and of what rows have in common.
+    # Parts are added up that may differ: of what is on the device, and of what rows have in common. It tips few codes.
     in_parts = cache.options.offload or any(
         isinstance(layer, BlockLayer) and layer.buffer.common_tokens for layer in cache.layers
     )
-    close = {"rtol": 1e-3, "atol": 1e-4} if in_parts else {}
+    close = {"rtol": 1e-3, "atol": 5e-3} if in_parts else {}
     torch.testing.assert_close(goes_on(model, loaded, rows), goes_on(model, cache, rows), **close)
     assert_same_state(loaded, cache) if cache.options.quantization is None and not close else None
     return loaded
