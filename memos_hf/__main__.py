@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import os
 import sys
 
 from transformers.utils.logging import disable_progress_bar
@@ -12,6 +13,7 @@ from .advise.command import add_command as add_advise
 from .bench.command import add_command as add_bench
 from .chat.command import add_command as add_generate
 from .evaluate.command import add_command as add_eval
+from .output import in_one_line
 from .store.command import add_command as add_inspect
 
 EXIT_CODES = "exit codes: 0 all went well; 1 it failed, and standard error says why; 2 the arguments mean nothing"
@@ -38,8 +40,14 @@ def main(arguments: list[str] | None = None) -> None:
         disable_progress_bar()  # of loading weights, and of what is fetched from the hub
     try:
         options.run(options)
+        sys.stdout.flush()
     except KeyboardInterrupt:
         raise SystemExit(INTERRUPTED) from None
+    except BrokenPipeError:  # whoever read has left, as `head` does
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # for what the interpreter still flushes
+        raise SystemExit(1) from None
+    except OSError as error:  # of a disk that is full, say
+        raise SystemExit(f"memos_hf: {in_one_line(error)}") from None
 
 
 if __name__ == "__main__":

@@ -85,6 +85,11 @@ def usable_device(name: str) -> torch.device:
         raise argparse.ArgumentTypeError(f"{name!r} cannot be used here: {str(error).splitlines()[0]}") from None
 
 
+def device_map(text: str) -> str:
+    """As :func:`usable_device`, or `auto`: accelerate chooses."""
+    return text if text == "auto" else str(usable_device(text))
+
+
 def output_file(text: str) -> Path:
     """The path of a file that can be created: asked for before the work, not after it."""
     path = Path(text)

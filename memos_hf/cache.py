@@ -267,8 +267,9 @@ class MemOSCache(DynamicCache):  # type: ignore[misc]
         verify : bool
             Hold each tensor against its checksum before it is used. Without, a damaged tensor goes unnoticed.
         **options
-            As for the constructor, in place of those that the cache was saved with. `quantization`, `block_size` and
-            `static` say in what form the file is, and must be the same if they are given.
+            As for the constructor, in place of those that the cache was saved with; `offload` is not saved.
+            `quantization`, `block_size` and `static` say in what form the file is, and must be the same if they are
+            given.
 
         Raises
         ------

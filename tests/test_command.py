@@ -5,6 +5,7 @@ import subprocess
 import sys
 
 import pytest
+from tiny import llama
 
 import memos_hf
 from memos_hf import __main__ as command_line
@@ -98,3 +99,22 @@ def test_a_file_that_is_not_there_is_one_line_on_standard_error_and_exit_code_1(
     assert (done.returncode, done.stdout) == (1, "")
     assert done.stderr.startswith("inspect: ")
     assert done.stderr.count("\n") == 1
+
+
+@pytest.mark.skipif(sys.platform == "win32", reason="needs a shell")
+def test_a_reader_that_leaves_and_a_full_disk_leave_no_traceback(tmp_path):
+    llama().config.save_pretrained(tmp_path)
+    command = f"{sys.executable} -m memos_hf advise --model {tmp_path} --context 100 --memory 1GiB"
+    done = subprocess.run(f"{command} | true", shell=True, capture_output=True, text=True, timeout=120)
+    assert done.stderr == ""
+    done = subprocess.run(f"{command} > /dev/full", shell=True, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 1
+    assert done.stderr.startswith("memos_hf: ") and "No space left" in done.stderr and done.stderr.count("\n") == 1
+
+
+@pytest.mark.parametrize("arguments", [["--prompt", "\udcff"], ["--prompt", "hi", "--device", "nowhere"]])
+def test_a_prompt_or_device_that_means_nothing_is_said_in_a_line(arguments, capsys):
+    with pytest.raises(SystemExit) as left:
+        main(["generate", "--model", "m", *arguments])
+    message = left.value.code if isinstance(left.value.code, str) else capsys.readouterr().err
+    assert "expected text in UTF-8" in message or "'nowhere' cannot be used here" in message

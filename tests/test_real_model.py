@@ -10,14 +10,6 @@ from tiny import dynamic, generate
 from memos_hf import MemOSCache
 
 
-@pytest.fixture(autouse=True)
-def _all_cores():
-    threads = torch.get_num_threads()
-    torch.set_num_threads(2)
-    yield
-    torch.set_num_threads(threads)
-
-
 @pytest.mark.slow
 def test_two_hundred_tokens_from_a_thousand_are_the_same():
     model, tokenizer = load_model()

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from ..arguments import DTYPES, add_json_option, add_parser, at_least_zero, positive_int
+from ..arguments import DTYPES, add_json_option, add_parser, at_least_zero, device_map, positive_int
 from ..cache_options import add_cache_options, cache_options
 from ..output import in_one_line, write_json
 
@@ -40,7 +40,9 @@ def add_command(commands: Any) -> None:
     )
     parser.add_argument("--temperature", type=at_least_zero, metavar="T", help="0: greedy (the model's own)")
     parser.add_argument("--seed", type=int, metavar="N", help="of sampling (a new one every time)")
-    parser.add_argument("--device", help="such as cuda:1, or auto: all of them (the accelerator, or cpu)")
+    parser.add_argument(
+        "--device", type=device_map, help="such as cuda:1, or auto: all of them (the accelerator, or cpu)"
+    )
     parser.add_argument("--dtype", choices=DTYPES, help="of the model (float32 on a CPU, else bfloat16)")
     add_json_option(parser)
     add_cache_options(parser)
@@ -55,9 +57,7 @@ def _run(parser: argparse.ArgumentParser, options: argparse.Namespace) -> None:
         parser.error(str(error))
     except OSError as error:
         raise SystemExit(f"generate: {in_one_line(error)}") from None
-    prompt = options.prompt
-    if prompt is None and not sys.stdin.isatty():
-        prompt = sys.stdin.read().strip()
+    prompt = _prompt(options.prompt)
     if prompt is None and options.json is not None:
         parser.error("--json: expected with --prompt, or with text on standard input")
     if prompt == "":
@@ -72,6 +72,18 @@ def _run(parser: argparse.ArgumentParser, options: argparse.Namespace) -> None:
         chat(conversation)
     else:
         _answer(options, conversation, prompt)
+
+
+def _prompt(given: str | None) -> str | None:
+    """What is asked for, or piped in; `None` at a terminal."""
+    if given is None and sys.stdin is not None and sys.stdin.isatty():
+        return None
+    try:
+        text = given if given is not None else sys.stdin.read().strip() if sys.stdin is not None else ""
+        text.encode()
+    except UnicodeError as error:
+        raise SystemExit(f"generate: prompt: expected text in UTF-8, got {in_one_line(error)}") from None
+    return text
 
 
 def _conversation(options: argparse.Namespace, cache: dict[str, Any]) -> Conversation:
