@@ -297,7 +297,10 @@ class MemOSCache(DynamicCache):  # type: ignore[misc]
         ------
         ValueError
             If it is quantized already, static, or its keys and values cannot be encoded so; it is then as it was.
+        RuntimeError
+            If it was released, or is torn.
         """
+        self._check_usable()
         if self.options.quantization is not None:
             raise ValueError(f"quantize: the cache is quantized already, by {self.options.quantization}")
         if self.options.offload is not None:

@@ -14,7 +14,7 @@ import torch
 from character_tokenizer import character_tokenizer
 from tiny import llama, mistral
 
-from memos_hf import MemOSCache
+from memos_hf import MemOSCache, OffloadConfig
 from memos_hf.__main__ import main
 from memos_hf.chat.conversation import Conversation
 from memos_hf.chat.terminal import chat
@@ -218,6 +218,22 @@ def test_the_commands_of_a_chat(monkeypatch, capsys, tmp_path):
     typed(monkeypatch, "/quit", PROMPTS[0])
     chat(talk)
     assert len(talk.messages) == 2
+
+
+def test_a_loaded_conversation_lies_where_this_one_was_asked_to(tmp_path):
+    offload = OffloadConfig({"cpu": "1MB"})
+    talk = conversation(cache={"offload": offload, "quantization": "int8"})
+    talk.answer(PROMPTS[0], nothing)
+    talk.save(tmp_path / "talk")
+    talk.reset()
+    talk.load(tmp_path / "talk")
+    assert talk.cache.options.offload == offload
+    # What an interrupted turn left: all of the ids, and nothing in the cache.
+    talk.cache.reset()
+    talk.save(tmp_path / "talk")
+    talk.load(tmp_path / "talk")
+    answer = talk.answer(PROMPTS[1], nothing)
+    assert answer.computed_tokens == answer.prompt_tokens
 
 
 @pytest.fixture(scope="module")

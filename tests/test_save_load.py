@@ -37,7 +37,7 @@ from tiny import (
 )
 from transformers import DynamicCache, EncoderDecoderCache, LlamaConfig, LlamaForCausalLM, StaticCache
 
-from memos_hf import KVQuantizationConfig, MemOSCache
+from memos_hf import KVQuantizationConfig, MemOSCache, OffloadConfig
 from memos_hf.__main__ import main
 from memos_hf.layers import BlockLayer
 from memos_hf.layers.upstream import adapted
@@ -669,3 +669,36 @@ def test_lossless_options_are_what_they_were(lossless, path):
     assert lossless in LOSSLESS.values()
     assert isinstance(cache.fingerprint, Fingerprint)
     assert isinstance(MemOSCache.load(path, llama()).to_dynamic(), DynamicCache)
+
+
+@pytest.mark.parametrize("quantization", [None, LOSSY["int8"]["quantization"]], ids=["exact", "int8"])
+@pytest.mark.parametrize("removed", [0, 11])
+def test_a_loaded_cache_chooses_among_all_its_blocks(quantization, removed, path):
+    model = llama()
+    options = {"quantization": quantization, "block_size": 8}
+    offload = OffloadConfig({"cpu": "1MB"}, active_blocks=3)
+    saved = filled(model, 150, rows=1, offload=offload, **options)
+    saved.crop(-removed)
+    saved.save(path)
+    # Also one that was in memory when it was saved.
+    resident = filled(model, 150, rows=1, **options)
+    resident.crop(-removed)
+    resident.save(path.with_name("resident"))
+    loaded = [MemOSCache.load(each, model, offload=offload) for each in (path, path.with_name("resident"))]
+
+    def read(cache):
+        stats = cache.stats
+        return stats.hits + stats.misses
+
+    with torch.no_grad():
+        for step in range(40):  # more blocks are sealed on the way
+            before = [read(cache) for cache in (saved, *loaded)]
+            for cache in (saved, *loaded):
+                forward(model, token_ids(1, 1, seed=step), cache)
+            assert {read(cache) - count for cache, count in zip((saved, *loaded), before, strict=True)} == {3 * 3}
+    for mine, other in zip(loaded[0].layers, saved.layers, strict=True):
+        assert mine._bounds.lowest.shape[1] == len(mine._entry_tokens)
+        # The bounds of an encoded block are those of what it decodes to, and of its valid tokens.
+        if quantization is not None and removed == 0:
+            for bound, exact in zip(mine._bounds.tensors, other._bounds.tensors, strict=True):
+                assert (bound - exact).abs().mean() < 0.05

@@ -18,6 +18,7 @@ from transformers import GenerationConfig, PreTrainedModel, PreTrainedTokenizerB
 from ..cache import MemOSCache
 from ..cache_argument import cache_argument
 from ..store import load_input_ids
+from ..store.file import FIXED_OPTIONS
 
 Message = dict[str, str]
 # Beside the file of a saved cache, the messages that its tokens are.
@@ -94,6 +95,8 @@ class Conversation:
             raise ValueError("system: expected None, as the tokenizer has no chat template")
         self.model, self.tokenizer, self.max_new_tokens = model, tokenizer, max_new_tokens
         self.cache = MemOSCache.for_model(model, **cache_options)
+        # What holds for a cache that is loaded too, whatever its file says.
+        self._beside_the_file = {name: it for name, it in cache_options.items() if name not in FIXED_OPTIONS}
         self._system: list[Message] = [] if system is None else [{"role": "system", "content": system}]
         self._generation = _generation_config(model, tokenizer, temperature)
         self._stopped = threading.Event()
@@ -223,13 +226,13 @@ class Conversation:
 
     def load(self, path: Path) -> None:
         """Go on with a saved conversation. Raises as :meth:`MemOSCache.load` does; nothing has changed then."""
-        cache = MemOSCache.load(path, self.model)
+        cache = MemOSCache.load(path, self.model, **self._beside_the_file)
         ids = load_input_ids(path)
         if ids is None:
             raise ValueError(f"load: expected a saved conversation, got a cache without token ids, {path}")
         messages = json.loads(path.with_name(path.name + MESSAGES_SUFFIX).read_text(encoding="utf-8"))
         self.cache, self.messages = cache, messages
-        self._said, self._cached = ids.to(self.model.device), ids.shape[1]
+        self._said, self._cached = ids.to(self.model.device), cache.get_seq_length()
 
 
 class _Streamer(TextStreamer):  # type: ignore[misc]

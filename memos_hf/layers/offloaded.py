@@ -25,6 +25,7 @@ from .blocks import BlockLayer
 from .parked import ParkedTail
 from .selection import KeyBounds
 from .sliding_blocks import SlidingBlockLayer
+from .state import LayerState
 from .tail import TailBuffer
 
 
@@ -168,7 +169,7 @@ class OffloadedLayer(BlockLayer):
             If it cannot be written; nothing has changed then.
         """
         bounds = None
-        if self.lease.active_blocks is not None and not self.is_sliding:
+        if self._chooses_blocks:
             keys = self.buffer.first(count * self.block_size)[0].expand(self._signatures[0][0], -1, -1, -1)
             bounds = KeyBounds.of(keys, self.block_size)
         self._is_sealing = True
@@ -178,6 +179,18 @@ class OffloadedLayer(BlockLayer):
             self._is_sealing = False
         if bounds is not None:
             self._bounds = bounds if self._bounds is None else self._bounds.followed_by(bounds)
+
+    @property
+    def _chooses_blocks(self) -> bool:
+        """Whether attention may read some of the blocks only."""
+        return self.lease.active_blocks is not None and not self.is_sliding
+
+    def take_state(self, state: LayerState, device: torch.device) -> None:
+        """Hold what `state` has, copied to `device`; the bounds of encoded keys are those of what they decode to."""
+        super().take_state(state, device)
+        if self._chooses_blocks and self._entry_tokens and self._bounds is None:
+            keys = self.decode("key")[:, :, : self.sealed_tokens]
+            self._bounds = KeyBounds.of_entries(keys, self._entry_tokens)
 
     def crop(self, tokens_to_remove: int) -> None:
         """Remove the last `-tokens_to_remove` tokens: of the tail, then by shortening and dropping entries."""

@@ -26,6 +26,16 @@ class KeyBounds:
             blocks = keys.detach().reshape(batch, heads, -1, block_size, head_dim).transpose(1, 2)
             return KeyBounds(blocks.amin(dim=3), blocks.amax(dim=3))
 
+    @staticmethod
+    def of_entries(keys: Tensor, entry_tokens: list[int]) -> KeyBounds:
+        """Bounds of entries of so many tokens each of keys, `[batch, heads, tokens, head_dim]`."""
+        with torch.inference_mode(False), torch.no_grad():
+            entries = torch.split(keys.detach(), entry_tokens, dim=2)
+            return KeyBounds(
+                torch.stack([states.amin(dim=2) for states in entries], dim=1),
+                torch.stack([states.amax(dim=2) for states in entries], dim=1),
+            )
+
     @property
     def tensors(self) -> list[Tensor]:
         """What is held."""
