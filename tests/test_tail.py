@@ -172,3 +172,21 @@ def test_it_is_saved_and_loaded(mode, tmp_path):
         for pair in zip(loaded.layers, rows.layers, strict=True)
         for states in zip(*(layer.lent() for layer in pair), strict=True)
     )
+
+
+def test_what_inference_mode_left_goes_on_where_gradients_are_recorded(mode):
+    model = llama()
+    with torch.inference_mode():
+        rows = read(model, token_ids(1, 61), mode)
+        rows.batch_repeat_interleave(2)
+        forward(model, token_ids(2, 1), rows)
+        rows.batch_select_indices(torch.tensor([1]))
+        rows.batch_repeat_interleave(3)  # with tokens in common already
+        assert common_tokens(rows) != {0}
+        for step in range(BLOCK + 1):  # some of which are sealed
+            forward(model, token_ids(3, 1, seed=step), rows)
+    with torch.enable_grad():
+        logits = forward(model, token_ids(3, 2), rows).logits
+        logits.sum().backward()
+    assert all(torch.isfinite(weight.grad).all() for weight in model.parameters() if weight.grad is not None)
+    model.zero_grad(set_to_none=True)

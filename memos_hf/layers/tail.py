@@ -96,7 +96,8 @@ class TailBuffer(KVBuffer):
             super().take_rows(index)
             return
         is_lent = self.shared or self._common_is_lent
-        keys, values = (half.detach() for half in self.view())
+        with torch.inference_mode(False), torch.no_grad():
+            keys, values = (half.detach() for half in self.view())
         room = [self._empty(half, self.first_capacity, batch=index.shape[0]) for half in (keys, values)]
         self._install(room[0], room[1], 0)  # beside the tensors that were, in which `keys` and `values` stay
         self._common, self._common_is_lent = (keys, values), is_lent
@@ -106,7 +107,8 @@ class TailBuffer(KVBuffer):
         own = super().length
         if self._common is not None and tokens < self.length:
             # In memory of its own: the tensors may have been much larger.
-            left = [half[:, :, half.shape[2] - (tokens - own) :].clone() for half in self._common if tokens > own]
+            with torch.inference_mode(False):
+                left = [half[:, :, half.shape[2] - (tokens - own) :].clone() for half in self._common if tokens > own]
             self._common = (left[0], left[1]) if left else None
             self._common_is_lent = False
         super().keep_last(tokens)
@@ -149,7 +151,8 @@ class TailBuffer(KVBuffer):
         """Move the valid part to another device."""
         super().move_to(device)
         if self._common is not None:
-            self._common = self._common[0].to(device), self._common[1].to(device)
+            with torch.inference_mode(False):
+                self._common = self._common[0].to(device), self._common[1].to(device)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> KVBuffer:
         twin = super().__deepcopy__(memo)
