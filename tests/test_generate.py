@@ -7,7 +7,7 @@ import pytest
 import torch
 import torch._dynamo
 from families import draft_of
-from tiny import CACHE_ARGUMENT, LOSSY, VERSION, dynamic, forward, generate, llama, mistral, token_ids
+from tiny import CACHE_ARGUMENT, LOSSLESS, LOSSY, VERSION, dynamic, forward, generate, llama, mistral, token_ids
 from torch._dynamo.testing import CompileCounter
 from transformers import CompileConfig
 
@@ -262,12 +262,13 @@ def test_a_compiled_model_works_with_a_growing_cache_and_recompiles_a_bounded_nu
 
 
 @pytest.mark.slow
-def test_a_compiled_model_works_with_blocks_and_is_not_compiled_anew_when_they_are_sealed():
+@pytest.mark.parametrize("options", [LOSSY["int4"], LOSSLESS["offloaded"]], ids=["int4", "offloaded"])
+def test_a_compiled_model_works_with_blocks_and_is_not_compiled_anew_when_they_are_sealed(options):
     model = llama()
     torch._dynamo.reset()
     counter = CompileCounter()
     step = torch.compile(model, backend=counter)
-    caches = [small(model, **LOSSY["int4"]) for _ in range(2)]
+    caches = [small(model, **options) for _ in range(2)]
     frames = []
     with torch.no_grad():
         for position in range(60):

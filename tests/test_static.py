@@ -121,6 +121,10 @@ def test_crop_and_reset_are_static_caches():
             cache.crop(-4)
         logits = [forward(model, token_ids(1, 2, seed=1), cache).logits for cache in (ours, theirs)]
     torch.testing.assert_close(*logits)
+    ours.crop(-30)
+    assert int(ours.get_seq_length()) == 0
+    with torch.no_grad():
+        forward(model, token_ids(1, 9), ours)
     ours.reset()
     assert int(ours.get_seq_length()) == 0
 

@@ -196,6 +196,7 @@ class BlockLayer(BufferedLayer):
         """How many of them are encoded in one go: those that all rows have in common are before the others."""
         return min(self.due_blocks, self.buffer.common_tokens // self.block_size) or self.due_blocks
 
+    @torch.compiler.disable  # type: ignore[untyped-decorator]
     def seal(self) -> None:
         """Encode the blocks that are due."""
         while (count := self._due_at_once) > 0:

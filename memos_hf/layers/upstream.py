@@ -66,9 +66,12 @@ class UpstreamLayer:
             raise RuntimeError(f"crop: the recurrent state of a {name} cannot be taken back")
 
     def crop(self, tokens_to_remove: int) -> None:
-        """Remove the last `-tokens_to_remove` tokens."""
-        if not self._is_empty():
-            self.layer.crop(tokens_to_remove)
+        """Remove the last `-tokens_to_remove` tokens, or all where there are fewer."""
+        if self._is_empty():
+            return
+        if isinstance(self.layer, StaticLayer):  # it would count below 0
+            tokens_to_remove = max(tokens_to_remove, -int(self.layer.get_seq_length()))
+        self.layer.crop(tokens_to_remove)
 
     def reorder_cache(self, beam_idx: Tensor) -> None:
         """Make row `i` what row `beam_idx[i]` was."""
