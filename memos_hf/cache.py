@@ -346,6 +346,13 @@ class MemOSCache(DynamicCache):  # type: ignore[misc]
             If the ceiling is reached (by any layer: the first layer's update checks for all), or batch, heads, head
             dim, dtype or device differ from what the layer holds. The cache is then as it was.
         """
+        # Compilers would take tables and counts of blocks for what they were when they were last seen.
+        update = self._update_untraced if self._has_blocks else self._update_checked
+        return update(key_states, value_states, layer_idx, *args, **kwargs)
+
+    def _update_checked(
+        self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args: Any, **kwargs: Any
+    ) -> tuple[Tensor, Tensor]:
         while self.layer_class_to_replicate is not None and len(self.layers) <= layer_idx:
             self.layers.append(convert.full_attention_layer(self.options, len(self.layers)))
         self._check_room(key_states.shape[-2], layer_idx)
@@ -353,6 +360,8 @@ class MemOSCache(DynamicCache):  # type: ignore[misc]
             if self.options.lease is None:
                 return self._update(key_states, value_states, layer_idx, *args, **kwargs)
             return self._update_offloaded(self.options.lease, key_states, value_states, layer_idx, *args, **kwargs)
+
+    _update_untraced = torch.compiler.disable(_update_checked)  # type: ignore[no-untyped-call]
 
     def _update(
         self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args: Any, **kwargs: Any

@@ -262,20 +262,22 @@ def test_a_compiled_model_works_with_a_growing_cache_and_recompiles_a_bounded_nu
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("dynamic", [None, True])
 @pytest.mark.parametrize("options", [LOSSY["int4"], LOSSLESS["offloaded"]], ids=["int4", "offloaded"])
-def test_a_compiled_model_works_with_blocks_and_is_not_compiled_anew_when_they_are_sealed(options):
+def test_a_compiled_model_works_with_blocks_and_is_not_compiled_anew_when_they_are_sealed(options, dynamic):
     model = llama()
     torch._dynamo.reset()
     counter = CompileCounter()
-    step = torch.compile(model, backend=counter)
+    step = torch.compile(model, backend=counter, dynamic=dynamic)
     caches = [small(model, **options) for _ in range(2)]
     frames = []
     with torch.no_grad():
         for position in range(60):
-            ids = token_ids(1, 1, seed=position)
+            ids = token_ids(1, 1 if position else 40, seed=position)
             logits = [forward(run, ids, cache).logits for run, cache in zip((step, model), caches, strict=True)]
             torch.testing.assert_close(*logits)
             frames.append(counter.frame_count)
+    assert [layer.get_seq_length() for layer in caches[0].layers] == [40 + 59] * 3
     assert caches[0].stats == caches[1].stats
     assert frames[-1] == frames[30], f"still compiling after the second sealing: {frames}"
 

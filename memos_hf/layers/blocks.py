@@ -163,7 +163,6 @@ class BlockLayer(BufferedLayer):
         self._forget_blocks()
         super()._assign(keys, values)
 
-    @torch.compiler.disable  # type: ignore[untyped-decorator]
     def append(self, key_states: Tensor, value_states: Tensor) -> tuple[Tensor, Tensor]:
         """Seal what is due, append to the tail; return stand-ins for all K and V, or the tail if that is all.
 
@@ -196,7 +195,6 @@ class BlockLayer(BufferedLayer):
         """How many of them are encoded in one go: those that all rows have in common are before the others."""
         return min(self.due_blocks, self.buffer.common_tokens // self.block_size) or self.due_blocks
 
-    @torch.compiler.disable  # type: ignore[untyped-decorator]
     def seal(self) -> None:
         """Encode the blocks that are due."""
         while (count := self._due_at_once) > 0:
@@ -607,7 +605,7 @@ class BlockLayer(BufferedLayer):
 class _Reading:
     """What the stand-ins of one update read: the last `tokens` of a layer, its tail among them.
 
-    Compilers leave it, and `append`, to Python: traced, tables and lengths would be compiled anew at every sealing.
+    Compilers leave it, and updates, to Python: traced, tables and lengths would be compiled anew at every sealing.
     """
 
     def __init__(self, layer: BlockLayer, tokens: int, new_tokens: int) -> None:

@@ -104,7 +104,6 @@ class SlidingBlockLayer(WindowedLayer, BlockLayer):
         """Whole blocks of the tail beside the residual window; 0 while tokens beyond the window are recorded."""
         return 0 if self.held_tokens >= self.sliding_window else super().due_blocks
 
-    @torch.compiler.disable  # type: ignore[untyped-decorator]
     def seal(self) -> None:
         """Encode the blocks that are due.
 
